@@ -186,7 +186,7 @@ CHANGES: dict[str, Callable[[Fields], Fields]] = {
     "mamba2": _without_attention(MAMBA2_FIELDS, is_tied=False),
     "glm4_moe": _grouped_experts(128, 1408, 1),
     "deepseek_v2": _grouped_experts(64, 1407, 0, shared=2),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2"), _grouped_experts(256, 2048, 3)),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), _grouped_experts(256, 2048, 3)),
     "glm4_moe_lite": _grouped_experts(64, 1536, 1),
     "mistral4": _grouped_experts(128, 2048, 0),
     "minicpm3": _minicpm3,

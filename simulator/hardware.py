@@ -21,7 +21,7 @@ RESERVED_BYTES = 2 * GIB
 DTYPE_BYTES = 2
 STATE_DTYPE_BYTES = 4
 """Bytes of a number of a recurrent state."""
-ATTENTION = ("attention", "full_attention", "sliding_attention")
+ATTENTION = ("attention", "full_attention", "sliding_attention", "indexed_attention")
 """The layers in `layer_types` that have attention. All others are recurrent."""
 
 R = TypeVar("R")
@@ -125,6 +125,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     qk_rope_head_dim: int = 0
     qk_nope_head_dim: int = 0
     v_head_dim: int = 0
+    #: The indexer of latent attention, as in DeepSeek V3.2; 0: there is none.
+    index_n_heads: int = 0
+    index_head_dim: int = 0
 
     @property
     def has_both(self) -> bool:
@@ -242,6 +245,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             of_queries = self.q_lora_rank * queries if self.q_lora_rank else 0
             of_latents = heads * rank * (self.qk_nope_head_dim + self.v_head_dim)
             width = made + rank + self.qk_rope_head_dim + heads * self.v_head_dim
+            if index_heads := self.index_n_heads:
+                of_queries += made * index_heads * self.index_head_dim
+                width += self.index_head_dim + index_heads
             return self.hidden_size * width + of_queries + of_latents
         queries = heads * self.head_size
         # Whether the queries have a gate.
@@ -257,17 +263,17 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def pair_products(self) -> int:
         """Products of a query and a key of all heads, and of the weight and the value, in one
-        layer."""
+        layer. With an indexer, they are those of a pair that it selects."""
         width = 2 * self.head_size
         if rank := self.kv_lora_rank:
             width = 2 * rank + self.qk_rope_head_dim
-        return self.num_attention_heads * width
+        return self.num_attention_heads * width + self.index_n_heads * self.index_head_dim
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the K/V cache per token."""
         if self.kv_lora_rank:
-            stored = self.kv_lora_rank + self.qk_rope_head_dim
+            stored = self.kv_lora_rank + self.qk_rope_head_dim + self.index_head_dim
             return DTYPE_BYTES * stored * self.attention_layers
         return 2 * DTYPE_BYTES * self.kv_heads * self.head_size * self.attention_layers
 

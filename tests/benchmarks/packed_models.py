@@ -1,10 +1,12 @@
-"""Measures memory and decode steps of quantised models of 0.5 and 3 billion weights.
+"""Measures memory and decode steps of quantised models of 0.5 to 3 billion weights.
 
     python -m tests.benchmarks.packed_models [--shapes NAME,...] [--types NAME,...] [--folder DIR]
         [--no-steps]
 
 The program writes models of published shapes as `tidegate quantize` does, but with random weights,
-of which one piece is quantised and repeated. It prints two tables:
+of which one piece is quantised and repeated. DeepSeek-V2-Lite has three of its 27 layers, and is
+written as llama.cpp's converter writes it, because `tidegate quantize` writes no latent attention;
+only its loading is measured. The program prints two tables:
 
 - The resident memory and the seconds of a process that loads each file with packed weights.
 - The time of a decode step, from token ids to logits, of each type and of Q4_1. Both models are in
@@ -30,12 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, quant_shape_to_byte_shape
+from gguf import GGMLQuantizationType, GGUFWriter, quant_shape_to_byte_shape
 from numpy.typing import NDArray
+from transformers import AutoConfig
 
 from protocol.tools.quantize import TYPES
 from tests.benchmarks.packed_steps import ROWS
 from tests.support.checkpoints import tiny_tokenizer
+from tests.support.gguf_files import add_metadata
+from worker.checkpoint.gguf_header import architecture_names
 from worker.device.machine import cpu_name
 from worker.loading.header import ModelHeader, read_header
 from worker.quantize.tensors import OutputTensor
@@ -83,6 +88,33 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Configs of published models."""
+LATENT_SHAPES: dict[str, dict[str, Any]] = {
+    "DeepSeek-V2-Lite": {
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "max_position_embeddings": 163840,
+    }
+}
+"""The same of models of DeepSeek V2, but for the number of layers."""
+LATENT_TYPES = {
+    "Q4_1": (GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_1),
+    "Q4_K_M": (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_0),
+    "Q8_0": (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q8_0),
+}
+"""Type of a file -> that of its matrices, and that of matrices whose rows are no whole number of
+blocks of 256."""
 COMMON = {"hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 0}
 BASE = "Q4_1"
 """The type with whose steps those of all other types are compared."""
@@ -105,9 +137,12 @@ class RandomContents:
     def __call__(self, tensor: OutputTensor, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
         if len(tensor.shape) == 1:
             return np.ones(tensor.shape, np.float32).view(np.uint8)
+        return self.matrix(tensor.shape, kind)
+
+    def matrix(self, shape: Sequence[int], kind: GGMLQuantizationType) -> NDArray[np.uint8]:
         if kind not in self._pieces:
             self._pieces[kind] = quantize(self._noise, kind).reshape(-1)
-        return np.resize(self._pieces[kind], quant_shape_to_byte_shape(tensor.shape, kind))
+        return np.resize(self._pieces[kind], quant_shape_to_byte_shape(shape, kind))
 
 
 def write_source(folder: Path, config: dict[str, Any]) -> ModelHeader:
@@ -133,10 +168,35 @@ def write_source(folder: Path, config: dict[str, Any]) -> ModelHeader:
     return header
 
 
+def write_latent(path: Path, sizes: dict[str, Any], kind: str) -> None:
+    """Write a DeepSeek V2 of these sizes."""
+    config = AutoConfig.for_model("deepseek_v2", **sizes)
+    values = config.to_dict() | {"architectures": ["DeepseekV2ForCausalLM"]}
+    spec = find_family(values).spec(values)
+    usual, other = LATENT_TYPES[kind]
+    contents, writer = RandomContents(), GGUFWriter(path, "deepseek2")
+    add_metadata(writer, config)
+    tensors = ModelTensors(spec, architecture_names("deepseek2", spec))
+    for name, shape in dict(tensors.tensors()).items():
+        if len(shape) == 1 or "ffn_gate_inp" in name:
+            writer.add_tensor(name, np.full(shape, 0.02, np.float32))
+            continue
+        own = other if shape[-1] % 256 else usual
+        writer.add_tensor(name, contents.matrix(shape, own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_models(folder: Path, shape: str, types: Sequence[str]) -> dict[str, Path]:
     """Write the model of a shape in each type, unless all files exist. Return the files by type."""
     paths = {each: folder / f"{shape}.{each}.gguf" for each in types}
     if all(path.exists() for path in paths.values()):
+        return paths
+    if shape in LATENT_SHAPES:
+        for kind, path in paths.items():
+            write_latent(path, LATENT_SHAPES[shape], kind)
         return paths
     with tempfile.TemporaryDirectory() as source:
         header = write_source(Path(source), SHAPES[shape])
@@ -182,16 +242,20 @@ def parse() -> argparse.Namespace:
         prog="python -m tests.benchmarks.packed_models",
         description="Measure memory and decode steps of random models with packed weights.",
     )
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
+    every = SHAPES | LATENT_SHAPES
+    parser.add_argument("--shapes", default=",".join(every), help="default: %(default)s")
     parser.add_argument("--types", default="Q4_K_M,Q8_0", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=8.0, help="time for a number of rows")
     parser.add_argument("--no-steps", action="store_true", help="measure memory and loading only")
     parser.add_argument("--folder", type=Path, help="keep the files in this directory, or use them")
     options = parser.parse_args()
-    for names, valid in ((options.shapes, SHAPES), (options.types, TYPES)):
+    for names, valid in ((options.shapes, every), (options.types, TYPES)):
         for name in names.split(","):
             if name not in valid:
                 parser.error(f"{name!r} is not one of {', '.join(valid)}")
+    if LATENT_SHAPES.keys() & {*options.shapes.split(",")}:
+        for name in {*options.types.split(",")} - LATENT_TYPES.keys():
+            parser.error(f"models with latent attention are not written as {name}")
     return options
 
 
@@ -222,7 +286,7 @@ def main() -> None:
             f"\n| ms of {BASE} and of the type: ratio | {' | '.join(f'{n} rows' for n in ROWS)} |"
         )
         print(f"|---|{'---|' * len(ROWS)}")
-        for shape in shapes:
+        for shape in filter(SHAPES.__contains__, shapes):
             for kind in types[1:]:
                 pair = (paths[shape][BASE], paths[shape][kind])
                 print_steps(shape, kind, measured("steps", *pair, options.seconds))

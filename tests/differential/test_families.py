@@ -107,6 +107,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "nemotron_h": [{}, {"moe_latent_size": 64}, {"layers_block_type": [FULL, "mlp"] * 3}],
     "falcon_h1": [{}, {"mamba_rms_norm": True, "mamba_norm_before_gate": False}],
     "mistral4": [{"initializer_range": 0.06}],
+    "deepseek_v32": [{"index_topk": 7}],  # with 8, two scores at the limit are nearly equal
     "phi3": [{}, {"partial_rotary_factor": 0.5}],
     "olmo3": [WINDOW],
     "olmo_hybrid": [

@@ -18,6 +18,7 @@ from tests.support.checkpoints import VOCAB
 from tests.support.eager import EagerStepper, assert_same, expected, load, some_tokens
 from tests.support.family_models import CASES, SPARSE_NEMOTRON, VARIANTS, random_model
 from tests.support.gguf_files import ARCHITECTURES, GRANITE_HYBRID, NEMOTRON_MOE, write_gguf
+from tests.support.gguf_latent import DEEPSEEK32
 from worker.checkpoint.gguf_families import FAMILIES
 from worker.errors import UnusableModel
 
@@ -30,12 +31,14 @@ UNSTORED = {
     "mistral": {"window"},
     "ministral3": {"window", "plain rope"},
     **{key: {"yarn rope", "halves"} for key in ("deepseek_v2", "deepseek_v3", "youtu")},
+    "deepseek_v32": {"yarn rope", "by layer"},
     "glm4_moe_lite": {"yarn rope", "halves", "by layer"},
     "mistral4": {"halves"},
     "minicpm3": {
         *("plain queries", "one head", "no factors", "usual values"),
         *("yarn rope", "equal scales"),
     },
+    "kimi_linear": {"not renormalised", "by layer"},
     "mixtral": {"window"},
     "qwen2": {"windows", "llama3 rope"},
     "qwen3": {"windows", "llama3 rope"},
@@ -97,7 +100,8 @@ Their files have the keys and tensors of this type, and the sections of M-RoPE."
 
 def test_every_architecture_is_tried() -> None:
     written = {MODEL_ARCH_NAMES[ARCHITECTURES[model_type]] for model_type, _, _ in STORED}
-    assert written | VISION.keys() | {GRANITE_HYBRID, NEMOTRON_MOE} == FAMILIES.keys()
+    others = {GRANITE_HYBRID, NEMOTRON_MOE, DEEPSEEK32}
+    assert written | VISION.keys() | others == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("architecture", VISION)

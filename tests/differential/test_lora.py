@@ -44,6 +44,7 @@ WITHOUT_EXPERTS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_layer_start_index": 0},
     "deepseek_v2": {"first_k_dense_replace": 0},
     "deepseek_v3": {"first_k_dense_replace": 0},
+    "deepseek_v32": {"first_k_dense_replace": 0},
     "glm4_moe_lite": {"mlp_layer_types": ["sparse"] * 4},
     "kimi_linear": {"mlp_layer_types": ["sparse"] * 4},
     "llama4_text": {"interleave_moe_layer_step": 1},

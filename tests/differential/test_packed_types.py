@@ -14,13 +14,16 @@ from torch import Tensor
 from protocol.config.worker import WeightForm
 from tests.support.checkpoints import random_llama
 from tests.support.eager import BLOCK_TOKENS, CPU, EagerStepper, some_tokens
+from tests.support.family_models import random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import native_kernels
 from worker.attention.select import select_attention
 from worker.kernels.base import Kernels
 from worker.kernels.reference import TorchKernels
 from worker.loading.decoder import load_model
+from worker.loading.header import ModelHeader, read_header
 from worker.spec.kernel_sizes import BLOCK_FORMATS
+from worker.startup.memory_plan import PlannedModel, weights_bytes
 
 NUM_TOKENS = 40
 SIZES = {
@@ -36,6 +39,11 @@ def q4_k_m(name: str) -> Kind:
     layers, for the value and down projections; otherwise Q4_K."""
     is_large = name.startswith("output") or "attn_v" in name or "ffn_down" in name
     return Kind.Q6_K if is_large and not name.startswith(("blk.1.", "blk.2.")) else Kind.Q4_K
+
+
+def eight_bits(name: str) -> Kind:
+    """Return the type of a matrix in a file of type Q8_0."""
+    return Kind.F32 if ".ssm_a" in name or ".ssm_conv1d" in name else Kind.Q8_0
 
 
 def logits(path: Path, kernels: Kernels, form: WeightForm) -> Tensor:
@@ -65,3 +73,30 @@ def test_a_mixed_file_needs_little_more_memory_than_its_size(tmp_path: Path) -> 
         path, dtype=torch.float32, device=CPU, kernels=native_kernels(), weights="packed"
     )
     assert loaded.card.weights_bytes < 1.1 * path.stat().st_size
+
+
+LATENT: dict[str, dict[str, int]] = {
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "deepseek_v32": {},
+    "kimi_linear": {"linear_head_dim": 32},
+}
+"""Model type -> sizes that blocks of 32 divide."""
+
+
+@pytest.mark.parametrize("model_type", LATENT)
+def test_a_file_with_latent_attention_needs_little_more_memory_than_its_size(
+    tmp_path: Path, model_type: str
+) -> None:
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 128}
+    theirs = random_model(model_type, **sizes, **LATENT[model_type])
+    path = write_gguf(tmp_path / "tiny.gguf", theirs, eight_bits)
+    header = read_header(path)
+    assert isinstance(header, ModelHeader)
+    loaded = load_model(
+        path, dtype=torch.float32, device=CPU, kernels=native_kernels(), weights="packed"
+    )
+    size = loaded.card.weights_bytes
+    assert size < 1.1 * path.stat().st_size
+    planned = PlannedModel(header.name, header.tensors, header.kinds, is_packed=True)
+    assert abs(weights_bytes(planned, "float32") - size) <= 0.02 * size

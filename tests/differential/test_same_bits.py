@@ -29,7 +29,6 @@ SHORTEST = {
     "other threads": 3,
     "preempted": 3,
     "preempted at each step": 1,
-    "n-gram drafts": 3,
     "model drafts": 3,
     "fetched by zmq": 2,
     "host tier": 3,
@@ -107,7 +106,7 @@ def test_bits_are_not_promised_if_torch_multiplies_the_matrices_of_heads(
     assert not loaded.card.numerics
 
 
-@pytest.fixture(scope="module", params=["hybrid", "shared", "streams"])
+@pytest.fixture(scope="module", params=["hybrid", "shared", "streams", "selected"])
 def such_a_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Subject:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import write_directory
 from tests.support.eager import EagerStepper, assert_same, load, some_tokens
-from tests.support.wrapper_models import CASES, random_wrapper
+from tests.support.wrapper_models import CASES, random_wrapper, write_wrapper
 from worker.loading.header import read_header
 from worker.spec.wrappers import WRAPPERS
 
@@ -40,7 +40,7 @@ def test_the_logits_of_a_text_are_those_of_transformers(
     tmp_path: Path, architecture: str, kind: str
 ) -> None:
     model, tokens = random_wrapper(architecture, kind), some_tokens(NUM_TOKENS)
-    check(write_directory(tmp_path, model), logits_of(model, tokens), tokens)
+    check(write_wrapper(tmp_path, model), logits_of(model, tokens), tokens)
 
 
 @pytest.mark.parametrize(

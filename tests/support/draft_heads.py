@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tests.support.checkpoints import write_directory
 from tests.support.family_models import random_model
 
-AFTER_LAYERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+AFTER_LAYERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32")
 """Model types whose head is a layer after the others."""
 MODEL_TYPES = (*AFTER_LAYERS, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
 LAYERS = {"nemotron_h": (2, 3)}

@@ -9,7 +9,8 @@ from gguf import GGUFWriter
 
 def add_routed_experts(writer: GGUFWriter, config: Any) -> None:
     """Write the numbers and sizes of the experts, and the groups from which they are chosen."""
-    writer.add_expert_count(config.n_routed_experts)
+    is_kimi = config.model_type == "kimi_linear"
+    writer.add_expert_count(config.num_local_experts if is_kimi else config.n_routed_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)

@@ -140,13 +140,11 @@ def write_gguf(
         usual = MODEL_ARCH.GRANITE_HYBRID
     if config.model_type == "nemotron_h" and "moe" in config.layer_types:
         usual = MODEL_ARCH.NEMOTRON_H_MOE
-    writer = GGUFWriter(
-        path, architecture or MODEL_ARCH_NAMES[usual], split_max_tensors=part_tensors
-    )
-    _add_facts(writer, config)
-    _add_own_facts(writer, config)
-    _add_rope(writer, config)
-    (tokenizer or _add_tokenizer)(writer)
+    named = MODEL_ARCH_NAMES[usual]
+    if config.model_type == "deepseek_v32":
+        named = gguf_latent.DEEPSEEK32
+    writer = GGUFWriter(path, architecture or named, split_max_tensors=part_tensors)
+    add_metadata(writer, config, tokenizer)
     kinds = kind if callable(kind) else lambda _: kind
     if config.model_type == "apertus":
         _add_xielu(writer, model)
@@ -176,6 +174,19 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_metadata(
+    writer: GGUFWriter, config: Any, tokenizer: Callable[[GGUFWriter], None] | None = None
+) -> None:
+    """Write the facts of a model with this config of transformers.
+
+    tokenizer   adds the tokenizer; None: the tiny one
+    """
+    _add_facts(writer, config)
+    _add_own_facts(writer, config)
+    _add_rope(writer, config)
+    (tokenizer or _add_tokenizer)(writer)
 
 
 def _quantized(values: Array, kind: GGMLQuantizationType) -> NDArray[Any]:
@@ -539,6 +550,8 @@ def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
     """Yield (name, content) of each tensor. The matrices of a layer's experts become one tensor for
     each projection."""
     config = model.config
+    # The class of Kimi Linear has a head of its own, whatever its config says.
+    is_tied = config.tie_word_embeddings and config.model_type != "kimi_linear"
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         weights = load_file(Path(folder) / "model.safetensors")
@@ -555,7 +568,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
             experts.setdefault(f"{block}.experts.{projection}.weight", []).append(data)
         elif found := STREAM.fullmatch(name):
             streams.setdefault(f"{found[1]}.weight", []).append(data)
-        elif not (name == "lm_head.weight" and config.tie_word_embeddings):
+        elif not (name == "lm_head.weight" and is_tied):
             yield from _converted(config, name, data)
     for name, parts in (experts | streams).items():
         yield name, np.stack(parts)

@@ -35,6 +35,14 @@ TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": EXPERTS,
     "deepseek_v3": EXPERTS,
+    "deepseek_v32": EXPERTS
+    | {
+        "index_topk": 8,
+        "index_n_heads": 16,
+        "index_head_dim": 64,
+        # A token of padding has an embedding of zeros, and so equal scores for all tokens.
+        "pad_token_id": None,
+    },
     "glm4_moe_lite": {key: each for key, each in EXPERTS.items() if key != "first_k_dense_replace"},
     "mistral4": EXPERTS
     | {
@@ -92,6 +100,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "tied": TIED,
         "halves": HALVES,
         "no dense layers": {"first_k_dense_replace": 0},
+    },
+    "deepseek_v32": {
+        **{name: each for name, each in OF_ALL.items() if name != "plain queries"},
+        **SIGMOIDS,
+        # With 8 tokens, the two scores at the limit are equal but for rounding.
+        "one head": OF_ALL["one head"] | {"index_topk": 7},
+        "tied": TIED,
+        "no dense layers": {"first_k_dense_replace": 0},
+        "by layer": {"mlp_layer_types": ["sparse", "dense"] * 2},
+        "fewer tokens": {"index_topk": 3},
+        "all tokens": {"index_topk": 512},
+        "index keys that are rotated as a whole": {"index_head_dim": 32, "index_n_heads": 20},
     },
     "glm4_moe_lite": {
         **OF_ALL,

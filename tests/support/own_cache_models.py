@@ -76,7 +76,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Inkling2ForCausalLM": {"unpadded_vocab_size": VOCAB},
     "Inkling2LoopForCausalLM": {"unpadded_vocab_size": VOCAB},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
-    "DeepseekV32ForCausalLM": LATENT,
     "GlmMoeDsaForCausalLM": LATENT,
     "LongcatFlashForCausalLM": LATENT,
     "JetMoeForCausalLM": {"kv_channels": 16},
@@ -85,7 +84,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = (
     # latent attention
-    *("AXK1ForCausalLM", "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+    *("AXK1ForCausalLM", "AXK2ForCausalLM", "GlmMoeDsaForCausalLM"),
     # recurrent layers
     *("MiniMaxForCausalLM", "RwkvForCausalLM", "Lfm3ForCausalLM"),
     *("InklingForCausalLM", "LaraMiniForCausalLM"),

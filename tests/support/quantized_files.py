@@ -251,7 +251,9 @@ FORMATS: dict[str, QuantFormat] = {
 }
 
 
-NOT_QUANTIZED = ("embed", "lm_head", ".gate.", "correction_bias", "A_log", "gate_bias")
+NOT_QUANTIZED = (
+    *("embed", "lm_head", ".gate.", "correction_bias", "A_log", "gate_bias", "weights_proj"),
+)
 """Parts of the names of matrices that are no layers, or stay as they are."""
 
 
@@ -262,15 +264,21 @@ def write_quantized(path: Path, model: Any, form: QuantFormat) -> tuple[Path, Pa
     return quantized_copies(write_directory(path / "plain", model), path, form)
 
 
-def quantized_copies(plain: Path, path: Path, form: QuantFormat) -> tuple[Path, Path]:
-    """Write copies of the directory `plain` to the directory `path`, as `write_quantized` does."""
+def quantized_copies(
+    plain: Path, path: Path, form: QuantFormat, *, only: str = ""
+) -> tuple[Path, Path]:
+    """Write copies of the directory `plain` to the directory `path`, as `write_quantized` does.
+
+    only   part of the names of the matrices that are quantised
+    """
     ours, dense = path / "quantized", path / "dense"
     for each in (ours, dense):
         copytree(plain, each)
     weights = load_file(ours / "model.safetensors")
     stored, numbers = {}, {}
     for name, tensor in weights.items():
-        if tensor.ndim != 2 or any(part in name for part in NOT_QUANTIZED):
+        is_matrix = tensor.ndim == 2 and only in name
+        if not is_matrix or any(part in name for part in NOT_QUANTIZED):
             stored[name] = numbers[name] = tensor
             continue
         parts, values = form.write(tensor.float().numpy())

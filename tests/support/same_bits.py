@@ -99,6 +99,7 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         WIDE | EXPERTS | LATENT | {"linear_num_heads": 8, "linear_head_dim": 32},
     ),
     "latent": ("deepseek_v3", WIDE | EXPERTS | LATENT),
+    "selected": ("deepseek_v32", WIDE | EXPERTS | LATENT),
     "shared": ("gemma4_text", WIDE),
     "streams": ("gemma3n_text", WIDE | {"layer_types": ["full_attention"] * 6}),
     "chunks": ("llama4_text", WIDE | {"intermediate_size": 64, "attention_chunk_size": 32}),
@@ -106,8 +107,9 @@ OF_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Models that one call of the kernels cannot compute: kind -> model type, and fields of its config.
 The layers of the first ten are recurrent, and two of these models have no attention. The attention
-of "kimi" and "latent" stores latents. The layers of "shared" and "streams" share keys and values.
-"streams" has no windows, because some ways need all blocks of a text."""
+of "kimi", "latent" and "selected" stores latents, and an indexer selects those of "selected". The
+layers of "shared" and "streams" share keys and values. "streams" has no windows, because some ways
+need all blocks of a text."""
 
 
 def small_model(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.gemma3n import modeling_gemma3n
 
-from tests.support.checkpoints import VOCAB
+from tests.support.checkpoints import VOCAB, write_directory
 from tests.support.family_models import OWN_SIZES, SIZES
 from worker.spec.wrappers import TEXT_TYPES, WRAPPERS
 
@@ -38,6 +40,8 @@ OTHER_PARTS: dict[str, Any] = {
     "fullatt_block_indexes": [0],
 }
 """Sizes of the part for images or sound. Each config takes the keys that it has."""
+CLASSES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
+"""Architecture in published configs -> the class of transformers."""
 M_ROPE_SECTIONS = {"qwen2": [4, 2, 2], "qwen3": [8, 4, 4], "qwen3_moe": [8, 4, 4]}
 
 
@@ -54,7 +58,8 @@ def random_wrapper(architecture: str, kind: str, **changes: Any) -> Any:
         )
         for model_type, name in names.items()
     }
-    config_class = CONFIG_MAPPING[by_architecture[architecture]]
+    class_name = CLASSES.get(architecture, architecture)
+    config_class = CONFIG_MAPPING[by_architecture[class_name]]
     parts = {
         name: _other_part(part)
         for name in ("vision_config", "audio_config")
@@ -62,7 +67,7 @@ def random_wrapper(architecture: str, kind: str, **changes: Any) -> Any:
     }
     decoder = TEXT_TYPES.get(kind, {}).get("model_type", kind)
     text = {**SIZES, **OWN_SIZES.get(decoder, {}), "model_type": kind}
-    if kind in TEXT_TYPES:
+    if kind in TEXT_TYPES and decoder in M_ROPE_SECTIONS:
         text["rope_parameters"] = {
             "rope_type": "default",
             "rope_theta": 1e4,
@@ -74,12 +79,27 @@ def random_wrapper(architecture: str, kind: str, **changes: Any) -> Any:
             setattr(config, name, VOCAB - 1)
     torch.manual_seed(5)
     with patch.object(modeling_gemma3n, "AutoModel", PartsWithoutTimm):
-        model = getattr(transformers, architecture)(config).eval()
+        model = getattr(transformers, class_name)(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
     return model
+
+
+def write_wrapper(path: Path, model: Any) -> Path:
+    """Write a model to the directory `path` with the names of published files, and return `path`.
+
+    When transformers 5.24 writes a Kimi K2.5, it also renames the layers of the text part, as it
+    does with those of the part for images."""
+    file = write_directory(path, model) / "model.safetensors"
+    if model.config.model_type == "kimi_k25":
+        wrong, right = "language_model.model.blocks.", "language_model.model.layers."
+        weights = load_file(file)
+        assert any(name.startswith(wrong) for name in weights)
+        renamed = {name.replace(wrong, right): each for name, each in weights.items()}
+        save_file(renamed, file, {"format": "pt"})
+    return path
 
 
 class PartsWithoutTimm:

@@ -13,7 +13,10 @@ from worker.list_families import kv_bytes
 from worker.spec.families.family import ModelFamily
 from worker.spec.families.registry import FAMILIES
 
-ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+ATTENTION = {
+    *("attention", "full_attention", "sliding_attention", "chunked_attention"),
+    "indexed_attention",
+}
 """Kinds of layers that have attention."""
 
 
@@ -39,7 +42,7 @@ def attention_kinds(config: Any) -> list[str]:
 def stored_numbers(config: Any, kind: str) -> int:
     """Return how many numbers a layer stores for a token."""
     if rank := getattr(config, "kv_lora_rank", 0):
-        return int(rank + config.qk_rope_head_dim)
+        return int(rank + config.qk_rope_head_dim + getattr(config, "index_head_dim", 0))
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if config.model_type == "gemma4_text" and kind == "full_attention":
@@ -63,3 +66,10 @@ def test_a_token_of_deepseek_v3_takes_a_seventieth_of_what_its_heads_would_take(
     of_heads = 2 * 61 * 128 * (128 + 64 + 128)
     assert kv_bytes(family) == 2 * 61 * (512 + 64)
     assert of_heads / kv_bytes(family) == pytest.approx(71, abs=0.2)
+
+
+def test_a_token_of_deepseek_v32_has_an_index_key_of_128_numbers_in_each_layer() -> None:
+    (v3, v32) = (
+        kv_bytes(each) for each in FAMILIES if each.model_type in ("deepseek_v3", "deepseek_v32")
+    )
+    assert v32 - v3 == 2 * 61 * 128

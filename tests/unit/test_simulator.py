@@ -478,7 +478,7 @@ def test_the_sizes_of_a_hybrid_are_those_that_the_worker_computes(
         *("arcee", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "llama"),
         *("hunyuan_v1_dense", "minimax_m2", "ministral3", "nemotron", "olmoe", "qwen2_moe"),
         *("qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "minicpm3"),
-        *("youtu", "apertus", "hunyuan_v1_moe", "phimoe", "llama4_text"),
+        *("deepseek_v32", "youtu", "apertus", "hunyuan_v1_moe", "phimoe", "llama4_text"),
     ],
 )
 def test_the_sizes_of_a_model_are_those_that_the_worker_computes(

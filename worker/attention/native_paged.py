@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from worker.attention.base import AttentionBatch
-from worker.kernels.native import NativeKernels, batch_struct, scoring_struct
+from worker.kernels.attention_structs import batch_struct, scoring_struct
+from worker.kernels.native import NativeKernels
 from worker.kernels.structs import CRows
 
 

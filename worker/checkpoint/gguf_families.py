@@ -25,6 +25,8 @@ from worker.checkpoint.gguf_names import (
     GEMMA3N_ROLES,
     GEMMA4_ROLES,
     HYBRID_ROLES,
+    INDEXER_ROLES,
+    KIMI_ROLES,
     LATENT_ROLES,
     LAYER,
     MAMBA1_ROLES,
@@ -185,6 +187,12 @@ FAMILIES = {
         common=gguf_latent.latent,
         roles=LATENT_ROLES | SHARED_ROLES | CHOICE_ROLES,
     ),
+    "deepseek32": GGUFFamily(
+        families=("DeepseekV32ForCausalLM",),
+        config=gguf_latent.deepseek32,
+        common=gguf_latent.latent,
+        roles=LATENT_ROLES | INDEXER_ROLES | SHARED_ROLES | CHOICE_ROLES,
+    ),
     "mistral4": GGUFFamily(
         families=("Mistral4ForCausalLM",),
         config=gguf_latent.mistral4,
@@ -196,6 +204,12 @@ FAMILIES = {
         config=gguf_latent.minicpm3,
         common=gguf_latent.latent,
         roles=LATENT_ROLES | WHOLE_UP,
+    ),
+    "kimi-linear": GGUFFamily(
+        families=("KimiLinearForCausalLM",),
+        config=gguf_latent.kimi_linear,
+        common=gguf_latent.latent,
+        roles=KIMI_ROLES,
     ),
     "hunyuan-dense": GGUFFamily(families=("HunYuanDenseV1ForCausalLM",), config=gguf_config.rms),
     "hunyuan-moe": GGUFFamily(

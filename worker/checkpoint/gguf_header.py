@@ -45,7 +45,7 @@ def gguf_names(file: GGUFFile, spec: ModelSpec) -> TensorNames:
     names = architecture_names(file.metadata["general.architecture"], spec, file)
     if EMBEDDING_NORM + ".weight" in file.tensors:
         names = replace(names, roles={**names.roles, "norm": EMBEDDING_NORM})
-    if "blk.0.attn_kv_b.weight" in file.tensors:
+    if any(name.endswith(".attn_kv_b.weight") for name in file.tensors):
         names = replace(names, roles={**names.roles, **WHOLE_UP})
     if any(name.endswith(".ffn_gate_up_exps.weight") for name in file.tensors):
         names = replace(names, roles={**names.roles, **FUSED_EXPERTS})
@@ -101,9 +101,12 @@ def tensor_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
     axes of some."""
     shapes = {name: info.shape for name, info in file.tensors.items()}
     is_mamba1 = file.metadata["general.architecture"] in ("mamba", "jamba")
+    is_kimi = file.metadata["general.architecture"] == "kimi-linear"
     of_heads = () if is_mamba1 else (".ssm_a", ".ssm_d", ".ssm_norm.weight")
     for name, shape in shapes.items():
-        if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(shape) == 2:
+        if is_kimi and name.partition(".ssm_conv1d_")[1]:
+            shapes[name] = (math.prod(shape[:-1]), 1, shape[-1])
+        elif name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(shape) == 2:
             shapes[name] = (shape[0], 1, shape[1])
         elif name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
             shapes[name] = (1, *shape)

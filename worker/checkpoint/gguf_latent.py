@@ -1,5 +1,6 @@
 """Translates the metadata of GGUF files with latent attention to the keys of config.json: those of
-DeepSeek V2 and V3, GLM-4.7 Flash, Kimi K2, Youtu, Mistral 4 and MiniCPM3. Needs no torch."""
+DeepSeek V2, V3 and V3.2, GLM-4.7 Flash, Kimi K2, Kimi Linear, Youtu, Mistral 4 and MiniCPM3. Needs
+no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from worker.checkpoint.gguf_config import Config, Metadata, of_whole_model, rms,
 from worker.checkpoint.gguf_experts import DRAFTS, SIGMOID
 from worker.checkpoint.gguf_mistral import GROWTH
 from worker.errors import UnusableModel
+from worker.spec.families.family import FULL, LINEAR
 
 SOFTMAX = 1
 """Value of `expert_gating_func`: the weights of experts are the softmax of the router's scores."""
@@ -29,7 +31,7 @@ def latent(metadata: Metadata) -> Config:
     rotated = metadata.integer("rope.dimension_count")
     length = "attention.key_length_mla"
     query = metadata.integer(length if length in metadata else "attention.key_length")
-    has_rank = "attention.q_lora_rank" in metadata and not _has_whole_queries(metadata)
+    has_rank = "attention.q_lora_rank" in metadata and _has_query_rank(metadata)
     rope = rope_parameters(metadata, rotated)
     if scale := metadata.number(YARN_LOG, 0.0):
         rope |= {"mscale": 10 * scale, "mscale_all_dim": 10 * scale}
@@ -64,6 +66,18 @@ def deepseek2(metadata: Metadata) -> Config:
     return found | {"topk_method": "greedy" if found["n_group"] == 1 else "group_limited_greedy"}
 
 
+def deepseek32(metadata: Metadata) -> Config:
+    """Return the keys of DeepSeek V3.2 besides those of `latent`. Raises UnusableModel, naming the
+    key, if a value is not supported."""
+    _check_sigmoid(metadata)
+    indexer = "attention.indexer."
+    return deepseek2(metadata) | {
+        "index_n_heads": metadata.integer(indexer + "head_count"),
+        "index_head_dim": metadata.integer(indexer + "key_length"),
+        "index_topk": metadata.integer(indexer + "top_k"),
+    }
+
+
 def mistral4(metadata: Metadata) -> Config:
     found = _experts(metadata) | {"norm_topk_prob": metadata.flag("expert_weights_norm", False)}
     rotated = metadata.integer("rope.dimension_count")
@@ -80,6 +94,22 @@ def mistral4(metadata: Metadata) -> Config:
         "v_head_dim": metadata.integer("attention.value_length_mla"),
         "qk_rope_head_dim": rotated,
         "rope_parameters": rope | growth | {"mscale": scale, "mscale_all_dim": scale},
+    }
+
+
+def kimi_linear(metadata: Metadata) -> Config:
+    """Return the keys of Kimi Linear besides those of `latent`. A layer without key/value heads has
+    delta attention, which has as many heads as the others. As in llama.cpp, the weights of the
+    chosen experts are renormalised. Raises UnusableModel, naming the key, if a value is not
+    supported."""
+    _check_sigmoid(metadata)
+    kv_heads = metadata.by_layer("attention.head_count_kv")
+    return _experts(metadata) | {
+        "v_head_dim": metadata.integer("attention.value_length_mla"),
+        "layer_types": [FULL if count else LINEAR for count in kv_heads],
+        "linear_num_heads": metadata.num_heads,
+        "linear_head_dim": metadata.integer("kda.head_dim"),
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
     }
 
 
@@ -115,5 +145,14 @@ def _gating(metadata: Metadata) -> int:
     return found
 
 
-def _has_whole_queries(metadata: Metadata) -> bool:
-    return "blk.0.attn_q.weight" in metadata.file.tensors
+def _check_sigmoid(metadata: Metadata) -> None:
+    """Raise UnusableModel unless the weights of experts are sigmoids."""
+    if (found := _gating(metadata)) != SIGMOID:
+        raise UnusableModel(
+            f"{metadata.key('expert_gating_func')} is {found}; it must be {SIGMOID} for "
+            f"{metadata.architecture}"
+        )
+
+
+def _has_query_rank(metadata: Metadata) -> bool:
+    return any(name.endswith(".attn_q_a.weight") for name in metadata.file.tensors)

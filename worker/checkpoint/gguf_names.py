@@ -138,8 +138,32 @@ LATENT_ROLES = {
     "key_up": LAYER + "attn_k_b",
     "value_up": LAYER + "attn_v_b",
 }
+INDEXER_ROLES = {
+    "index_queries": LAYER + "indexer.attn_q_b",
+    "index_keys": LAYER + "indexer.attn_k",
+    "index_norm": LAYER + "indexer.k_norm",
+    "index_weights": LAYER + "indexer.proj",
+}
 WHOLE_UP = {"latent_up": LAYER + "attn_kv_b"}
 """The matrices of the keys and of the values, if a file has both in one tensor."""
+KIMI_ROLES = {
+    **LATENT_ROLES,
+    **SHARED_ROLES,
+    **CHOICE_ROLES,
+    "delta_q": LAYER + "attn_q",
+    "delta_k": LAYER + "attn_k",
+    "delta_v": LAYER + "attn_v",
+    "delta_a": LAYER + "ssm_f_a",
+    "delta_a_up": LAYER + "ssm_f_b",
+    "delta_z": LAYER + "ssm_g_a",
+    "delta_z_up": LAYER + "ssm_g_b",
+    "delta_b": LAYER + "ssm_beta",
+    "delta_conv": LAYER + "ssm_conv1d_{p}",
+    "delta_decay": LAYER + "ssm_a",
+    "delta_bias": LAYER + "ssm_dt.bias",
+    "delta_norm": LAYER + "ssm_norm",
+    "delta_output": LAYER + "attn_output",
+}
 FUSED_EXPERTS = {"expert_gate_up": LAYER + "ffn_gate_up_exps"}
 FUSED_QKV = {"qkv": LAYER + "attn_qkv"}
 WITHOUT_ENDING = (

@@ -234,3 +234,26 @@ class Kernels(Protocol):
         returns   [T, C]. If a token belongs to no row of `states`, its result has any value
         """
         ...
+
+    def index_scores(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        index_keys: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        visible: Tensor,
+    ) -> Tensor:
+        """Return the scores [n, N] float32 that an indexer gives the tokens that n tokens of a step
+        see: for each index key, the sum over the heads of weight * relu(query . key)
+        (`IndexerSpec`). N is at least the largest number of visible tokens; the scores of others
+        are -inf.
+
+        queries       [n, H, D]
+        weights       [n, H] float32
+        index_keys    [B, block_tokens, 1, W] the layer's index keys in the cache
+        block_table   [R, M], see AttentionBatch
+        rows          [n] int64, on the CPU, ascending: the row of each token
+        visible       [n] int64, on the CPU: how many tokens it sees
+        """
+        ...

@@ -192,6 +192,17 @@ class TritonKernels:
     ) -> Tensor:
         return self._torch.short_conv(spec, conv, bias, inputs, states, offset)
 
+    def index_scores(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        index_keys: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        visible: Tensor,
+    ) -> Tensor:
+        return self._torch.index_scores(queries, weights, index_keys, block_table, rows, visible)
+
 
 def _launch_add_norm(
     x: Tensor,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionBatch
 from worker.kernels import structs
 from worker.kernels.addresses import address, cache_address
+from worker.kernels.attention_structs import indexed_tokens_struct
 from worker.kernels.native_recurrence import NativeRecurrence
 from worker.kernels.reference import TorchKernels, heads_of, norm_heads, scaled
 from worker.kv.cache import PagedCache
@@ -45,6 +45,7 @@ SIGNATURES = {
     "short_conv": "iiipipppip",
     "place_kv": "iiiipppppppii",
     "paged_attention": "iiipppippipp",
+    "index_scores": "iiippppp",
     "linear_to_float": "iipipp",
     "linear_same": "iipippp",
     "linear_heads": "iiipipp",
@@ -72,39 +73,6 @@ def declare(library: ctypes.CDLL) -> None:
         function = getattr(library, name)
         function.argtypes = [_TYPES[letter] for letter in letters]
         function.restype = ctypes.c_int64 if name in RETURNS_INT else None
-
-
-def batch_struct(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
-    """Return the struct that describes `batch` to the kernels. It points at tensors of `batch`, so
-    it must not outlive them."""
-    integers = (batch.slot_mapping, batch.row_starts, batch.context_lens, batch.block_table)
-    assert all(tensor.dtype == torch.int64 for tensor in integers)
-    return structs.CRows(
-        address(batch.row_starts),
-        address(batch.context_lens),
-        address(batch.block_table),
-        len(batch.context_lens),
-        batch.num_decodes,
-        batch.block_table.shape[1],
-        block_tokens,
-    )
-
-
-def scoring_struct(
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
-    sinks: Tensor | None = None,
-    *,
-    heads: int,
-) -> structs.CScoring:
-    """Return the struct that describes how a layer computes attention scores. The arguments are
-    those of `Attention.run` and `Attention.plan`.
-
-    sinks   [heads] float32; the struct points at them, so it must not outlive them
-    """
-    assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32)
-    return structs.CScoring(scale, soft_cap or 0.0, window or 0, address(sinks))
 
 
 def activation_struct(mlp: MlpSpec) -> structs.CActivation:
@@ -246,6 +214,30 @@ class NativeKernels(NativeRecurrence):
         assert logits.dtype == torch.float32
         self.library.cap_logits(torch.get_num_threads(), *logits.shape, address(logits), cap)
         return logits
+
+    def index_scores(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        index_keys: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        visible: Tensor,
+    ) -> Tensor:
+        (count, heads, dim), width = queries.shape, int(visible.max())
+        assert weights.shape == (count, heads)
+        assert weights.dtype == torch.float32
+        scores = weights.new_empty(count, width)
+        self.library.index_scores(
+            dtype_code(queries),
+            rounds_kv(index_keys, index_keys, queries.dtype, dim),
+            torch.get_num_threads(),
+            byref(indexed_tokens_struct(queries, index_keys, block_table, rows, visible)),
+            *map(address, (queries, weights)),
+            cache_address(index_keys),
+            address(scores),
+        )
+        return scores
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, rows: structs.CRows, scoring: structs.CScoring

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from worker.device.staging import upload_one
 from worker.kv.cache import PagedCache
+from worker.kv.rounding import numbers_of
 from worker.layers.activation import ACTIVATIONS
 from worker.layers.delta_rule import DeltaWeights, gated_delta
 from worker.layers.mamba1_rule import Mamba1Weights, ScanInputs, mamba1_conv, mamba1_scan
@@ -153,6 +155,40 @@ class TorchKernels:
         offset: int,
     ) -> Tensor:
         return short_conv(spec, conv, bias, inputs, states, offset)
+
+    def index_scores(
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        index_keys: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        visible: Tensor,
+    ) -> Tensor:
+        return index_scores(queries, weights, index_keys, block_table, rows, visible)
+
+
+def index_scores(
+    queries: Tensor,
+    weights: Tensor,
+    index_keys: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    visible: Tensor,
+) -> Tensor:
+    """Return the scores of `Kernels.index_scores`, for heads that are multiplied by all keys
+    first."""
+    device = queries.device
+    columns = -(-int(visible.max()) // index_keys.shape[1])
+    if rows[0] == rows[-1]:  # tokens of one row share its keys
+        rows = rows[:1]
+    table = block_table.index_select(0, upload_one(rows, device))[:, :columns]
+    found = index_keys.index_select(0, table.flatten())
+    keys = numbers_of(found, torch.float32).float().view(len(rows), -1, queries.shape[2])
+    products = torch.matmul(queries.float(), keys.transpose(1, 2)).relu_()
+    scores = torch.matmul(weights[:, None], products).squeeze(1)
+    is_hidden = torch.arange(scores.shape[1], device=device) >= upload_one(visible, device)[:, None]
+    return scores.masked_fill_(is_hidden, float("-inf"))
 
 
 def scaled(delta: Tensor, post_norm: Norm | None, scale: float) -> Tensor:

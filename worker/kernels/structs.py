@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
-from worker.spec.kernel_sizes import MAX_PARTS
+from worker.spec.kernel_sizes import MAX_PARTS, MAX_TERM_PARTS
 from worker.spec.model_spec import Activation
 
 ACTIVATION_KINDS: tuple[Activation, ...] = (
@@ -34,6 +34,23 @@ class CRows(Structure):
         ("num_decodes", c_int64),
         ("table_width", c_int64),
         ("block_tokens", c_int64),
+    ]
+
+
+class CIndexedTokens(Structure):
+    """The tokens of a step whose scores an indexer computes, as in `Kernels.index_scores`."""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("visible", c_void_p),
+        ("block_table", c_void_p),
+        ("count", c_int64),
+        ("table_width", c_int64),
+        ("block_tokens", c_int64),
+        ("block_items", c_int64),
+        ("heads", c_int64),
+        ("dim", c_int64),
+        ("width", c_int64),
     ]
 
 
@@ -296,7 +313,7 @@ class CLowRankTerm(Structure):
         ("down", c_void_p),
         ("rank", c_int64),
         ("num_parts", c_int64),
-        ("parts", CLowRankPart * MAX_PARTS),
+        ("parts", CLowRankPart * MAX_TERM_PARTS),
     ]
 
 

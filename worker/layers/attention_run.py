@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from worker.attention.base import Attention
+from worker.attention.selection import Selection
 from worker.kv.cache import PagedCache
 from worker.layers.rope import CosSin
 
@@ -18,10 +19,11 @@ class AttentionRun:
 
     angles      of the rotation; None: nothing is rotated
     factors     [T, 1, 1] of the queries; None: there are none
-    place       number of the layer whose keys and values are read, among those that have some. The
-                layer writes its own
+    place       index of the keys and values that are read, among those of all layers (`layer_heads`
+                of the model's spec). The layer writes its own
     slots       [T] where keys and values are written
     plan        of `attention`
+    selection   of the layer's indexer. None: it has none, or all tokens are selected in this step
     """
 
     angles: CosSin | None
@@ -31,3 +33,4 @@ class AttentionRun:
     slots: Tensor
     attention: Attention
     plan: Any
+    selection: Selection | None = None

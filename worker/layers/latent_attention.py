@@ -21,6 +21,7 @@ from torch import Tensor
 from worker.kernels.base import Kernels
 from worker.kernels.reference import turn_heads
 from worker.layers.attention_run import AttentionRun
+from worker.layers.indexer import Indexer
 from worker.layers.linear import HeadLinears, Linear
 from worker.layers.low_rank import LayerAdapters, adapted
 from worker.layers.norm import Norm
@@ -40,6 +41,7 @@ class LatentAttention:
                 those that are
     key_up      of each head, [R, plain]
     value_up    of each head, [value_dim, R]
+    indexer     selects the tokens whose latents are read; None: those of all tokens are
     """
 
     spec: AttentionSpec
@@ -50,6 +52,7 @@ class LatentAttention:
     key_up: HeadLinears
     value_up: HeadLinears
     output: Linear
+    indexer: Indexer | None = None
 
     @property
     def latent(self) -> LatentSpec:
@@ -59,12 +62,13 @@ class LatentAttention:
     @property
     def linears(self) -> list[tuple[Any, str]]:
         """Return (owner, name of the attribute) for each linear but those of heads."""
-        names = ["inputs", "output"] if self.queries is None else ["inputs", "queries", "output"]
-        return [(self, name) for name in names]
+        queries = [] if self.queries is None else [(self, "queries")]
+        indexer = [] if self.indexer is None else self.indexer.linears
+        return [(self, "inputs"), *queries, *indexer, (self, "output")]
 
     def tensors(self) -> Iterator[Tensor]:
         parts = (self.inputs, self.q_norm, self.queries, self.kv_norm, self.key_up, self.value_up)
-        for part in (*parts, self.output):
+        for part in (*parts, self.output, self.indexer):
             if part is not None:
                 yield from part.tensors()
 
@@ -78,15 +82,23 @@ class LatentAttention:
         first, held, key = made.tensor_split(
             [made.shape[1] - latent.head_dim, made.shape[1] - latent.rotated], dim=1
         )
+        selected: Tensor | None = None
         if self.queries is not None and self.q_norm is not None:
-            first = self.queries(kernels.add_norm(first.contiguous(), None, self.q_norm))
+            normed = kernels.add_norm(first.contiguous(), None, self.q_norm)
+            if self.indexer is not None:
+                selected = self.indexer(x, normed, kernels, run)
+            first = self.queries(normed)
         q = self._queries(first.view(len(x), spec.num_heads, latent.query_dim), run)
         stored = x.new_empty(len(x), 1, latent.head_dim)
         stored[:, 0, : latent.rank] = kernels.add_norm(held.contiguous(), None, self.kv_norm)
         stored[:, 0, latent.rank :] = key
         self._turn(stored[..., latent.rank :], run.angles)
         run.cache.write(run.place, stored, None, run.slots)
-        seen = run.attention.run(q, *run.cache.layer(run.place), run.plan, scale=spec.scale)
+        if run.selection is None or selected is None:
+            seen = run.attention.run(q, *run.cache.layer(run.place), run.plan, scale=spec.scale)
+        else:
+            latents, _ = run.cache.layer(run.place)
+            seen = run.selection.attend(q, latents, selected, run.attention, scale=spec.scale)
         # The values are the latents: the rest of a stored head is not one.
         sums = seen[..., : latent.rank].transpose(0, 1).contiguous()
         results = self.value_up(sums).transpose(0, 1).flatten(1)

@@ -267,7 +267,7 @@ def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
     """
     layer = spec.layers[0]
     assert layer.mlp is not None
-    widths = [spec.hidden, *_mixed_widths(layer), spec.hidden, layer.mlp.intermediate]
+    widths = [spec.hidden, *_mixed_widths(layer, spec.hidden), spec.hidden, layer.mlp.intermediate]
     if spec.layer_inputs is not None:
         widths += [spec.hidden, spec.layer_inputs.width]
     if layer.laurel is not None:
@@ -275,7 +275,7 @@ def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
     return [torch.arange(max(ROWS) * w).sin().view(max(ROWS), w).to(dtype) for w in widths]
 
 
-def _mixed_widths(layer: LayerSpec) -> list[int]:
+def _mixed_widths(layer: LayerSpec, hidden: int) -> list[int]:
     """Return the widths of the inputs of the token mixer's linears but the first."""
     if isinstance(layer.recurrent, GatedDeltaSpec):
         ranks = (layer.recurrent.decay_rank, layer.recurrent.gate_rank)
@@ -284,7 +284,10 @@ def _mixed_widths(layer: LayerSpec) -> list[int]:
         return [layer.recurrent.output_width]
     assert layer.attention is not None
     latent, width = layer.attention.latent, layer.attention.result_width
-    return [latent.query_rank, width] if latent is not None and latent.query_rank else [width]
+    if latent is None or not latent.query_rank:
+        return [width]
+    of_indexer = [] if latent.indexer is None else [latent.query_rank, hidden]
+    return [latent.query_rank, *of_indexer, width]
 
 
 def _circumstances(

@@ -8,6 +8,7 @@ import torch
 
 from worker.layers.altup import AltUp, StreamEnds
 from worker.layers.group import Group
+from worker.layers.indexer import Indexer
 from worker.layers.latent_attention import LatentAttention
 from worker.layers.laurel import Laurel
 from worker.layers.layer_inputs import InputGate, InputTable
@@ -26,7 +27,8 @@ from worker.models.decoder import (
 )
 from worker.models.draft_head import DraftHeadWeights
 from worker.spec.draft_head import DraftHeadTensors
-from worker.spec.latent_tensors import LatentAttentionTensors
+from worker.spec.latent import IndexerSpec
+from worker.spec.latent_tensors import IndexerTensors, LatentAttentionTensors
 from worker.spec.layer_tensors import (
     AltUpTensors,
     AttentionTensors,
@@ -228,6 +230,9 @@ class _Loader(RecurrentReader):
         latent = attention.latent
         assert latent is not None
         norm = NormSpec(eps=latent.eps)
+        indexer = None
+        if latent.indexer is not None and tensors.indexer is not None:
+            indexer = self._indexer(latent.indexer, tensors.indexer)
         if tensors.up is None:
             key_up = [self._matrix(each) for each in tensors.key_up]
             value_up = [self._matrix(each) for each in tensors.value_up]
@@ -243,6 +248,16 @@ class _Loader(RecurrentReader):
             key_up=self._layout.heads(key_up),
             value_up=self._layout.heads(value_up),
             output=self._fused(tensors.output),
+            indexer=indexer,
+        )
+
+    def _indexer(self, spec: IndexerSpec, tensors: IndexerTensors) -> Indexer:
+        return Indexer(
+            spec=spec,
+            queries=self._fused(tensors.queries),
+            keys=self._fused(tensors.keys),
+            key_norm=self._norm(tensors.key_norm, NormSpec(kind="layer", eps=spec.eps, bias=True)),
+            weights=self._plain(tensors.weights),
         )
 
     def _mlp(self, mlp: MlpSpec, tensors: LayerTensors) -> Mlp | ExpertMlp:

@@ -14,6 +14,7 @@ from typing import get_args
 from worker.lora.errors import UnusableAdapter
 from worker.spec.facts import ModelFacts
 from worker.spec.families.registry import FAMILIES
+from worker.spec.kernel_sizes import MAX_TERM_PARTS
 from worker.spec.matrices import FusedMatrix
 from worker.spec.model_spec import AdaptedLinear, ModelSpec
 from worker.spec.tensor_names import RowOrder
@@ -21,8 +22,6 @@ from worker.spec.tensors import ModelTensors
 
 LINEARS: tuple[AdaptedLinear, ...] = get_args(AdaptedLinear)
 """The linears of a layer that an adapter can change, in the order of csrc/low_rank.h."""
-MAX_PARTS = 4
-"""Most modules that form one linear: queries, keys, values and gates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def _layer(tensors: ModelTensors, index: int) -> Iterator[tuple[str, Target]]:
         first = 0
         # Kimi Linear has five: queries, keys, values, and two that make decays and gates. Adapters
         # change only the first three.
-        parts = matrix.parts if len(matrix.parts) <= MAX_PARTS else matrix.parts[:3]
+        parts = matrix.parts if len(matrix.parts) <= MAX_TERM_PARTS else matrix.parts[:3]
         for part in parts:
             if part.cut is not None:
                 break  # the rows of this module are in several places of the linear

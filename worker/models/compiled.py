@@ -13,16 +13,14 @@ def is_fitting(spec: ModelSpec) -> bool:
         widths |= {width for mlp in layer.mlps for width in (mlp.intermediate, mlp.shared) if width}
     if spec.layer_inputs is not None:
         widths.add(spec.layer_inputs.width)
-    for latent in {each.latent for each in spec.attentions}:
-        widths |= set() if latent is None else {latent.rank, latent.query_rank}
+    shapes = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in spec.attentions}
+    for latent in {each.latent for each in spec.attentions if each.latent is not None}:
+        widths |= {latent.rank, latent.query_rank}
+        if (indexer := latent.indexer) is not None:
+            shapes.add((indexer.heads, 1, indexer.dim))
     return sizes.are_fitting(widths) and all(
-        sizes.fits(
-            heads=attention.num_heads,
-            kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            sizes=tuple(widths),
-        )
-        for attention in set(spec.attentions)
+        sizes.fits(heads=heads, kv_heads=kv_heads, head_dim=dim, sizes=tuple(widths))
+        for heads, kv_heads, dim in shapes
     )
 
 

@@ -7,7 +7,7 @@ dim, V vocabulary. All projections are stored as torch does, [out, in].
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from worker.attention.base import Attention, AttentionBatch
 from worker.attention.chunks import in_chunks
 from worker.attention.native_paged import NativePlan
+from worker.attention.selection import Selection
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
 from worker.kernels.packed import PackedLinear
@@ -42,6 +43,7 @@ from worker.lora.table import StepAdapters
 from worker.models.whole_step import WholePass
 from worker.slots.states import StepStates
 from worker.spec.kernel_sizes import SIZE_MULTIPLE
+from worker.spec.latent import IndexerSpec
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from worker.spec.recurrent import Mamba1Spec
 from worker.spec.rope_config import QueryGrowth, RopeConfig
@@ -83,6 +85,8 @@ class AttentionBlock:
 
 Turn = tuple[CosSin | None, Tensor | None]
 """How queries and keys are turned, and the factors [T, 1, 1] of the queries; None: not at all."""
+Seen = tuple[int | None, int | None] | IndexerSpec
+"""What limits the tokens that a token sees: a window and chunks, or an indexer."""
 Recurrence = GatedDelta | Mamba1 | Mamba2 | RgLru | ShortConv
 TokenMixer = AttentionBlock | LatentAttention | Recurrence
 
@@ -180,7 +184,9 @@ class DecoderModel:
         self.spec = spec
         self.weights = weights
         self.kernels = kernels or TorchKernels()
-        self._seen = [(each.window, each.chunk) for each in spec.kv_owners]
+        self._seen: list[Seen] = []
+        for each in spec.kv_owners:
+            self._seen += [(each.window, each.chunk), *_selected(each)]
         self._places = spec.kv_places
         self._offsets = _state_offsets(spec)
         device, dtype = weights.embedding.device, weights.embedding.dtype
@@ -274,6 +280,8 @@ class DecoderModel:
                     turn = turns[mixer.spec.rope, mixer.spec.growth]
                     slots = batch.for_entry(cache.entries[place]).slot_mapping
                     run = AttentionRun(*turn, cache, place, slots, attention, plans[place])
+                    if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
+                        run = replace(run, selection=plans[place + 1])
                     delta = self._attend(mixer, normed, run, terms)
                 else:
                     delta = mixer(normed, self.kernels, _some(states), offset, terms)
@@ -311,13 +319,18 @@ class DecoderModel:
         return self._add_norm(x, delta, None, post_norm)
 
     def _plans(self, batch: AttentionBatch, cache: PagedCache, attention: Attention) -> list[Any]:
-        """Return the plan of the step for each layer with keys and values of its own. Layers with
-        the same entry, window and chunks share one."""
+        """Return the plan of the step for each layer with keys and values of its own, and the
+        selection of an indexer for its index keys; None: they select all tokens. Layers with the
+        same entry, window and chunks share one."""
         kinds = [*zip(cache.entries, self._seen, strict=True)]
-        plans: dict[tuple[int, tuple[int | None, int | None]], Any] = {}
-        alike: dict[tuple[int | None, int | None], Any] = {}
+        plans: dict[tuple[int, Seen], Any] = {}
+        alike: dict[Seen, Any] = {}
         for entry, seen in dict.fromkeys(kinds):
-            (window, chunk), own = seen, batch.for_entry(entry)
+            own = batch.for_entry(entry)
+            if isinstance(seen, IndexerSpec):
+                plans[entry, seen] = Selection.of(own, cache.block_tokens, seen.top)
+                continue
+            window, chunk = seen
             if chunk is not None:
                 own = in_chunks(own, chunk, cache.block_tokens)
             plans[entry, seen] = alike[seen] = attention.plan(own, window, alike.get(seen))
@@ -438,6 +451,12 @@ class DecoderModel:
                 self.kernels.add_norm(x, delta.to(x.dtype), None, post_norm=post_norm, scale=scale)
             return x if norm is None else self.kernels.add_norm(x.to(self._dtype), None, norm)
         return self.kernels.add_norm(x, delta, norm, post_norm=post_norm, scale=scale)
+
+
+def _selected(attention: AttentionSpec) -> tuple[IndexerSpec, ...]:
+    """Return the indexer of a layer, if it has one."""
+    latent = attention.latent
+    return () if latent is None or latent.indexer is None else (latent.indexer,)
 
 
 def _some(states: StepStates | None) -> StepStates:

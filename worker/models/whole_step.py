@@ -23,13 +23,13 @@ from torch import Tensor
 from worker.attention.native_paged import NativePlan
 from worker.kernels import structs
 from worker.kernels.addresses import address
+from worker.kernels.attention_structs import scoring_struct
 from worker.kernels.base import Kernels
 from worker.kernels.native import (
     DTYPE_CODES,
     NativeKernels,
     activation_struct,
     rounds_kv,
-    scoring_struct,
 )
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix, pack
 from worker.kv.cache import KVCache, PagedCache

@@ -97,7 +97,7 @@ not support. Transformers computes the models with this value."""
 
 _OWN_CACHE: dict[str, str] = {
     "its latent attention is sparse, or differs from that of DeepSeek V3": """
-        AXK1ForCausalLM AXK2ForCausalLM DeepseekV32ForCausalLM Dots3NoteForCausalLM
+        AXK1ForCausalLM AXK2ForCausalLM Dots3NoteForCausalLM
         GlmMoeDsaForCausalLM HYV4ForCausalLM LongcatFlashForCausalLM
     """,
     "it has state-space, recurrent, convolution or linear attention layers": """

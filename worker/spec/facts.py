@@ -8,8 +8,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """The key/value heads of a layer: how many, and the numbers of each. If `is_latent`, the values
-    are parts of the keys, and are not stored beside them."""
+    """The key/value heads of a layer: how many, and the numbers of each. If `is_latent`, no values
+    are stored beside the keys: the values are parts of the keys, or there are none."""
 
     count: int
     dim: int
@@ -47,7 +47,8 @@ class ModelFacts(Protocol):
 
     @property
     def layer_heads(self) -> tuple[KVHeads, ...]:
-        """Return the heads of each layer with keys and values of its own."""
+        """Return the heads of each layer with keys and values of its own. Those of its index keys
+        follow, if the layer has an indexer."""
         ...
 
     @property
@@ -58,8 +59,8 @@ class ModelFacts(Protocol):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer with keys and values of its own, in tokens; None for a
-        layer that sees all tokens, or whose window is not known."""
+        """Return the window of each of `layer_heads`, in tokens; None if the layer sees all tokens,
+        or if its window is not known."""
         ...
 
     @property

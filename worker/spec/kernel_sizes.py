@@ -14,8 +14,11 @@ PANEL, GROUP = 32, 32
 panel is padded with zeros."""
 SPAN = 8
 """Groups that share a header, in formats that have one."""
-MAX_PARTS = 4
-"""Most parts of a packed matrix."""
+MAX_PARTS = 5
+"""Most parts of a packed matrix: queries, keys, values, and what Kimi Linear makes decays and gates
+of."""
+MAX_TERM_PARTS = 4
+"""Most modules that form a linear which adapters change: queries, keys, values and gates."""
 Q4, Q8, BF16, F32, Q5, Q5M, Q3K, Q4K, Q5K, Q6K, Q2K, I4, I4K, F4 = range(14)
 """Formats of packed matrices."""
 GROUP_BYTES = {

@@ -13,6 +13,21 @@ from worker.spec.tensor_parts import TensorParts
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerTensors:
+    """The tensors of an indexer (layers/indexer.py).
+
+    queries   [heads * dim, query_rank]
+    keys      [dim, hidden]
+    weights   [heads, hidden] stays dense
+    """
+
+    queries: FusedMatrix
+    keys: FusedMatrix
+    key_norm: NormTensor
+    weights: FusedMatrix
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttentionTensors:
     """The tensors of a layer's latent attention (layers/latent_attention.py).
 
@@ -20,6 +35,7 @@ class LatentAttentionTensors:
     value_up   [value_dim, R] of each head
     up         [H * (plain + value_dim), R] the tensor that has both of each head, that of the keys
                transposed; None: they are in tensors of their own
+    indexer    None: there is none
     """
 
     inputs: FusedMatrix
@@ -30,15 +46,19 @@ class LatentAttentionTensors:
     value_up: tuple[FusedMatrix, ...]
     output: FusedMatrix
     up: FusedMatrix | None = None
+    indexer: IndexerTensors | None = None
 
     @property
     def matrices(self) -> tuple[FusedMatrix, ...]:
         queries = () if self.queries is None else (self.queries,)
-        return self.inputs, *queries, *self.key_up, *self.value_up, self.output
+        indexer = () if self.indexer is None else (self.indexer.queries, self.indexer.keys)
+        return self.inputs, *queries, *indexer, *self.key_up, *self.value_up, self.output
 
     @property
     def norms(self) -> tuple[NormTensor, ...]:
-        return (self.kv_norm,) if self.q_norm is None else (self.q_norm, self.kv_norm)
+        indexer = () if self.indexer is None else (self.indexer.key_norm,)
+        queries = () if self.q_norm is None else (self.q_norm,)
+        return *queries, self.kv_norm, *indexer
 
     @property
     def float_items(self) -> int:
@@ -46,7 +66,7 @@ class LatentAttentionTensors:
 
     @property
     def dense(self) -> tuple[FusedMatrix, ...]:
-        return ()
+        return () if self.indexer is None else (self.indexer.weights,)
 
     def others(self) -> Iterator[tuple[str, Shape]]:
         yield from ()
@@ -89,6 +109,19 @@ class LatentParts(TensorParts):
             value_up=value_up,
             output=FusedMatrix((output,), attention.result_width, attention.output_bias),
             up=up,
+            indexer=None if latent.indexer is None else self._indexer(latent, index),
+        )
+
+    def _indexer(self, latent: LatentSpec, index: int) -> IndexerTensors:
+        spec, hidden = latent.indexer, self.spec.hidden
+        assert spec is not None
+        queries = self._part("index_queries", spec.heads * spec.dim, index)
+        norm = self.names.roles["index_norm"].format(i=index)
+        return IndexerTensors(
+            queries=FusedMatrix((queries,), latent.query_rank),
+            keys=FusedMatrix((self._part("index_keys", spec.dim, index),), hidden),
+            key_norm=NormTensor(norm, spec.dim, has_bias=True),
+            weights=FusedMatrix((self._part("index_weights", spec.heads, index),), hidden),
         )
 
     def _of_heads(

@@ -103,12 +103,22 @@ class AttentionSpec:
         and results. Latent attention also has copies of the queries and of the results, by head."""
         if (latent := self.latent) is not None:
             made = latent.query_rank + 2 * self.num_heads * latent.query_dim
+            if (indexer := latent.indexer) is not None:  # queries, weights and selected positions
+                made += indexer.heads * (2 * indexer.dim + 1) + 2 * (indexer.dim + indexer.top)
             return made + 4 * self.q_width + 2 * self.result_width
         return (2 + self.gated) * self.q_width + 2 * self.kv_width
 
     @property
     def kv_heads(self) -> KVHeads:
         return KVHeads(self.num_kv_heads, self.head_dim, self.latent is not None)
+
+    @property
+    def stored_heads(self) -> tuple[KVHeads, ...]:
+        """Return the heads that the layer stores for a token: those of its keys and values, and
+        the index key if it has an indexer."""
+        indexer = None if self.latent is None else self.latent.indexer
+        index_keys = () if indexer is None else (KVHeads(1, indexer.dim, is_latent=True),)
+        return self.kv_heads, *index_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,20 +397,20 @@ class ModelSpec:
 
     @property
     def layer_heads(self) -> tuple[KVHeads, ...]:
-        return tuple(each.kv_heads for each in self.kv_owners)
+        return tuple(heads for each in self.kv_owners for heads in each.stored_heads)
 
     @property
     def kv_places(self) -> tuple[int | None, ...]:
-        """Return, for each layer, the number of the layer whose keys and values it reads, counted
-        among those with keys and values of their own; None for a layer without attention."""
+        """Return, for each layer, the index in `layer_heads` of the keys and values that it reads;
+        None for a layer without attention. Index keys have the index after it."""
         places: list[int | None] = []
-        num_owners = 0
+        num_stored = 0
         for layer in self.layers:
             if layer.attention is None:
                 places.append(None)
             elif layer.attention.kv_of is None:
-                places.append(num_owners)
-                num_owners += 1
+                places.append(num_stored)
+                num_stored += len(layer.attention.stored_heads)
             else:
                 places.append(places[layer.attention.kv_of])
         return tuple(places)
@@ -416,13 +426,12 @@ class ModelSpec:
         """Return the longest window of all layers, in tokens; None if a layer sees all tokens, or
         if no layer has attention."""
         windows = [window for window in self.layer_windows if window is not None]
-        return max(windows) if windows and len(windows) == self.num_kv_layers else None
+        return max(windows) if windows and len(windows) == len(self.layer_windows) else None
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer with keys and values of its own, in tokens; None for a
-        layer that sees all tokens."""
-        return tuple(attention.window for attention in self.kv_owners)
+        """Return the window of each of `layer_heads`, in tokens; None if all tokens are seen."""
+        return tuple(each.window for each in self.kv_owners for _ in each.stored_heads)
 
     @property
     def windows(self) -> frozenset[int | None]:

@@ -21,6 +21,7 @@ from typing import Any
 from worker.errors import UnusableModel
 
 TEXT_TYPES: dict[str, dict[str, Any]] = {
+    "kimi_k2": {"model_type": "deepseek_v3"},
     "qwen2_vl_text": {"model_type": "qwen2"},
     "qwen2_5_vl_text": {"model_type": "qwen2"},
     "qwen3_vl_text": {"model_type": "qwen3"},
@@ -29,6 +30,7 @@ TEXT_TYPES: dict[str, dict[str, Any]] = {
 """`model_type` of a text part that is no decoder's -> the keys with which a decoder computes the
 same."""
 
+KIMI_TEXTS = frozenset({"kimi_k2", "deepseek_v3"})
 WRAPPERS: dict[str, frozenset[str]] = {
     "Exaone4_5_ForConditionalGeneration": frozenset({"exaone4"}),
     "Gemma3ForConditionalGeneration": frozenset({"gemma3_text"}),
@@ -36,6 +38,8 @@ WRAPPERS: dict[str, frozenset[str]] = {
     "Gemma4ForConditionalGeneration": frozenset({"gemma4_text"}),
     "Idefics3ForConditionalGeneration": frozenset({"llama"}),
     "InternVLForConditionalGeneration": frozenset({"qwen2", "qwen3", "qwen3_moe", "gpt_oss"}),
+    "KimiK25ForConditionalGeneration": KIMI_TEXTS,
+    "Kimi_K25ForConditionalGeneration": KIMI_TEXTS,
     "LightOnOcrForConditionalGeneration": frozenset({"qwen3"}),
     "Llama4ForConditionalGeneration": frozenset({"llama4_text"}),
     "LlavaForConditionalGeneration": frozenset({"llama", "mistral", "qwen2"}),
@@ -53,7 +57,8 @@ WRAPPERS: dict[str, frozenset[str]] = {
     "VoxtralForConditionalGeneration": frozenset({"llama"}),
 }
 """Architecture -> the `model_type`s of text parts that are served. tests/differential checks each
-pair."""
+pair. Published configs of Kimi K2.5 have the first of its two names, those of transformers the
+second."""
 
 OF_THE_WHOLE = (
     *("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
@@ -69,7 +74,7 @@ _TEXT = re.compile(
 #: Begins of the names of other tensors, and of keys about other parts.
 _PARTS = re.compile(
     r"(?:model\.)?(?:embed_)?"
-    r"(?:visual|vision|image|video|audio|multi_modal_projector|connector)\w*(?:\.|$)"
+    r"(?:visual|vision|image|video|audio|multi_modal_projector|mm_projector|connector)\w*(?:\.|$)"
 )
 
 

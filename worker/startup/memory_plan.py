@@ -52,6 +52,7 @@ from worker.startup.gpu_memory import (
     reserve_bytes,
 )
 from worker.startup.kv_window import kv_groups, kv_window
+from worker.startup.selection_memory import selection_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 STORED_AS = {kind: kind for kind in sizes.BLOCK_FORMATS} | quantization.PACKED_AS
@@ -409,6 +410,7 @@ def work_bytes(model: AnyPlanned, dtype: str, limits: StepLimits) -> int:
     logits = copies * max_slots * spec.vocab_size
     step = 4 * (num_tokens * widths + logits)
     step += num_tokens * (_expert_bytes(spec, DTYPE_BYTES[dtype]) + _rounded_bytes(spec))
+    step += selection_bytes(spec, DTYPE_BYTES[dtype])
     slots += state_bytes(spec, limits)
     return PROCESS_BYTES + slots + max(step, _loading_bytes(model, dtype))
 

@@ -262,6 +262,8 @@ def reason_against_graphs(model: StepModel | RowModel, attention: Attention) -> 
         return "the host chooses the states of recurrent layers"
     if any(each.chunk is not None for each in model.spec.attentions):
         return "the host finds the chunk of each token"
+    if any(each.latent and each.latent.indexer for each in model.spec.attentions):
+        return "the host divides the tokens among which an indexer selects"
     return "" if attention.is_capturable else "the attention backend makes its plan on the host"
 
 

@@ -6,6 +6,7 @@
 
 #include "decode.h"
 #include "gated_delta.h"
+#include "index_scores.h"
 #include "mamba1.h"
 #include "mamba2.h"
 #include "pack.h"
@@ -38,7 +39,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 24; }
+EXPORT int64_t kernels_version() { return 25; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -247,6 +248,18 @@ EXPORT void paged_attention(int64_t numbers, int64_t rounds_kv, int64_t threads,
         const Attend<N, S> a{(const N *)q, (N *)out, (const S *)k_cache, (const S *)v_cache,
                              block_items, q_stride, *heads, *scoring};
         together(threads, 2, [&](Team &team) { attend(team, a, *rows, work, partials.data()); });
+    });
+}
+
+// Writes the scores of an indexer to out [n, width]; -inf for tokens that are not seen. rounds_kv: whether the cache stores
+// rounded keys.
+EXPORT void index_scores(int64_t numbers, int64_t rounds_kv, int64_t threads, const IndexedTokens *tokens,
+                         const void *queries, const float *weights, const void *keys, float *out) {
+    in_stored_numbers(numbers, rounds_kv, [&](auto zero, auto stored) {
+        using N = decltype(zero);
+        using S = decltype(stored);
+        const IndexScores<N, S> s{(const N *)queries, weights, (const S *)keys, out};
+        together(threads, 1, [&](Team &team) { compute_scores(team, s, *tokens); });
     });
 }
 

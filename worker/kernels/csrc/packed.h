@@ -40,7 +40,7 @@ namespace {
 
 constexpr int PANEL = 32, GROUP = 32;
 constexpr int SPAN = 8;      // groups that share a header
-constexpr int MAX_PARTS = 4; // queries, keys, values and gates
+constexpr int MAX_PARTS = 5; // queries, keys, values, and what decays and gates are made of
 enum Format : int64_t { Q4, Q8, BF16, F32, Q5, Q5M, Q3K, Q4K, Q5K, Q6K, Q2K, I4, I4K, F4 };
 
 // The order in which bytes of 8 neighbouring columns are stored, and in which a multiplication of integers

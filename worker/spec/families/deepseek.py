@@ -1,5 +1,5 @@
-"""The families with latent attention: DeepSeek V2 and V3 (Kimi K2 is V3), GLM-4.7 Flash, Mistral 4,
-MiniCPM3 and Youtu."""
+"""The families with latent attention: DeepSeek V2, V3 (Kimi K2 is V3) and V3.2, GLM-4.7 Flash,
+Mistral 4, MiniCPM3 and Youtu."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.errors import UnusableModel
 from worker.spec import draft_head
 from worker.spec.families.family import DEFAULTS, ConfigFields, ModelFamily
 from worker.spec.families.glm import SHARED_NAMES, with_choice_bias
-from worker.spec.latent import LatentSpec
+from worker.spec.latent import IndexerSpec, LatentSpec
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from worker.spec.rope_config import QueryGrowth, RopeConfig, query_growth, score_factor
 from worker.spec.tensor_names import names_of
@@ -24,6 +24,20 @@ def read_deepseek_v2(config: ConfigFields) -> ModelSpec:
 def read_deepseek_v3(config: ConfigFields) -> ModelSpec:
     attention = latent_attention(config, turns_neighbours=config.flag("rope_interleave"))
     return _with_experts(config, attention, config.grouped_experts(shared=shared_size(config)))
+
+
+def read_deepseek_v32(config: ConfigFields) -> ModelSpec:
+    """Return the model that a config of DeepSeek V3.2 describes. Raises UnusableModel, naming the
+    field, if a value is not supported."""
+    indexer = IndexerSpec(
+        heads=config.integer("index_n_heads"),
+        dim=config.integer("index_head_dim"),
+        top=config.integer("index_topk"),
+    )
+    attention = latent_attention(config, indexer=indexer)
+    experts = config.grouped_experts(shared=shared_size(config))
+    are_dense = dense_layers(config, config.integer("first_k_dense_replace"))
+    return _layered(config, attention, experts, lambda index: are_dense[index])
 
 
 def read_glm4_moe_lite(config: ConfigFields) -> ModelSpec:
@@ -99,6 +113,7 @@ def latent_attention(
     default: dict[str, Any] | None = None,
     growth: QueryGrowth | None = None,
     is_rotated: bool = True,
+    indexer: IndexerSpec | None = None,
 ) -> AttentionSpec:
     """Return the spec of latent attention.
 
@@ -115,6 +130,7 @@ def latent_attention(
         value_dim=config.integer("v_head_dim") if value_dim is None else value_dim,
         query_rank=query_rank,
         turns_neighbours=turns_neighbours,
+        indexer=indexer,
     )
     latent.check()
     bias = config.flag("attention_bias")
@@ -195,6 +211,12 @@ LATENT_NAMES = {
     "latent_norm": "model.layers.{i}.self_attn.kv_a_layernorm",
     "latent_up": "model.layers.{i}.self_attn.kv_b_proj",
 }
+INDEXER_NAMES = {
+    "index_queries": "model.layers.{i}.self_attn.indexer.wq_b",
+    "index_keys": "model.layers.{i}.self_attn.indexer.wk",
+    "index_norm": "model.layers.{i}.self_attn.indexer.k_norm",
+    "index_weights": "model.layers.{i}.self_attn.indexer.weights_proj",
+}
 STACKED_EXPERTS = {
     "expert_gate_up": "model.layers.{i}.mlp.experts.gate_up_proj",
     "expert_down": "model.layers.{i}.mlp.experts.down_proj",
@@ -229,6 +251,29 @@ DEEPSEEK_DEFAULTS: dict[str, Any] = LATENT_DEFAULTS | {
     "norm_topk_prob": True,
     "rope_interleave": True,
 }
+V3_DEFAULTS: dict[str, Any] = LATENT_DEFAULTS | {
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 4096,
+}
+V3_EXPERTS: dict[str, Any] = {
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+    "moe_layer_freq": (None, 1),
+}
+"""Keys of the experts of DeepSeek V3, with the values that are supported."""
 MAY_LACK_QUERY_RANK = frozenset({"q_lora_rank"})
 FAMILIES = (
     ModelFamily(
@@ -263,31 +308,33 @@ FAMILIES = (
         architecture="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",
         other_types=frozenset({"kimi_k2"}),
-        only={
-            "scoring_func": (None, "sigmoid"),
-            "topk_method": (None, "noaux_tc"),
-            "moe_layer_freq": (None, 1),
-        },
-        defaults=DEEPSEEK_DEFAULTS
-        | {
-            "vocab_size": 129280,
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "moe_intermediate_size": 2048,
-            "num_hidden_layers": 61,
-            "num_attention_heads": 128,
-            "n_routed_experts": 256,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "num_experts_per_tok": 8,
-            "first_k_dense_replace": 3,
-            "max_position_embeddings": 4096,
-        },
+        only=V3_EXPERTS,
+        defaults=V3_DEFAULTS | {"rope_interleave": True},
         aliases={"num_local_experts": "n_routed_experts"},
         nullable=MAY_LACK_QUERY_RANK,
         read=read_deepseek_v3,
         names=lambda spec: with_choice_bias(spec, LATENT_NAMES, SHARED_NAMES),
+        draft_head=draft_head.after_layers,
+    ),
+    ModelFamily(
+        architecture="DeepseekV32ForCausalLM",
+        model_type="deepseek_v32",
+        defaults=V3_DEFAULTS
+        | {
+            "max_position_embeddings": 163840,
+            "mlp_layer_types": None,
+            "index_topk": 2048,
+            "index_head_dim": 128,
+            "index_n_heads": 64,
+        },
+        aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+        only=V3_EXPERTS
+        | {
+            "mlp_bias": (None, False),
+            "rope_interleave": (None, True),
+        },
+        read=read_deepseek_v32,
+        names=lambda spec: with_choice_bias(spec, LATENT_NAMES, INDEXER_NAMES, SHARED_NAMES),
         draft_head=draft_head.after_layers,
     ),
     ModelFamily(
