@@ -90,21 +90,23 @@ class Turn:
 # ---- the model and the text
 
 
+def add_tokenizer(writer: GGUFWriter) -> None:
+    """Write SmolLM2's tokenizer and chat template."""
+    metadata = GGUFFile(smollm2_gguf()).metadata
+    names = ("model", "pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id")
+    given = {name: metadata[f"tokenizer.ggml.{name}"] for name in names}
+    writer.add_tokenizer_model(given["model"])
+    writer.add_tokenizer_pre(given["pre"])
+    writer.add_token_list(given["tokens"])
+    writer.add_token_types(given["token_type"])
+    writer.add_token_merges(given["merges"])
+    writer.add_bos_token_id(given["bos_token_id"])
+    writer.add_eos_token_id(given["eos_token_id"])
+    writer.add_chat_template(metadata["tokenizer.chat_template"])
+
+
 def write_model(path: Path) -> Path:
     """Write the GGUF file of the model with random weights, and return `path`."""
-    metadata = GGUFFile(smollm2_gguf()).metadata
-
-    def add_tokenizer(writer: GGUFWriter) -> None:
-        names = ("model", "pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id")
-        given = {name: metadata[f"tokenizer.ggml.{name}"] for name in names}
-        writer.add_tokenizer_model(given["model"])
-        writer.add_tokenizer_pre(given["pre"])
-        writer.add_token_list(given["tokens"])
-        writer.add_token_types(given["token_type"])
-        writer.add_token_merges(given["merges"])
-        writer.add_bos_token_id(given["bos_token_id"])
-        writer.add_eos_token_id(given["eos_token_id"])
-        writer.add_chat_template(metadata["tokenizer.chat_template"])
 
     def kind(name: str) -> GGMLQuantizationType:
         return GGMLQuantizationType.F32 if ".ssm_" in name else GGMLQuantizationType.Q8_0

@@ -107,7 +107,7 @@ def test_concurrency_holds_over_all_gateways(gateways: list[GatewayProcess]):
 
 def test_a_keys_own_length_limit_is_reported_like_the_models(gateways: list[GatewayProcess]):
     reply = generate(gateways[0], "short", prompt=20)
-    assert "this key takes 16 tokens" in error_of(reply, 400)["message"]
+    assert "length is 16 tokens with this key" in error_of(reply, 400)["message"]
     assert generate(gateways[0], "short", prompt=10).status_code == 200
 
 

@@ -20,6 +20,14 @@ line: ("+" | "-" | " ") /(.*)/ LF
 %import common.LF
 """
 """A patch, as agents ask for it: lines with any text."""
+SHORT_PATCH = (
+    PATCH.replace("hunk+", "hunk~1..2")
+    .replace("added_line+", "added_line~1..3")
+    .replace("(context | line)+", "(context | line)~1..3")
+    .replace("/(.*)/", "/.{1,40}/?")
+    .replace("/(.+)/", "/.{1,40}/")
+)
+"""A patch that ends soon, even if a model with a high temperature writes it."""
 ARITHMETIC = r"""
 ?start: sum
 ?sum: product (ADD product)*

@@ -17,6 +17,8 @@ installed is named. The command exits with 1 if there is any complaint.
 | cut | fails in the middle of the first answer | the agent asks again, or names the error |
 | busy | refuses the first request with 429 | the agent asks again |
 | failing | refuses the first request with 500 | the agent asks again, or names the error |
+| turns | calls the shell nine times, one after the other | prompts begin with those before |
+| overflow | refuses the second prompt as too long | the agent shortens it, or names the error |
 | resume | answers two runs of one session | the second prompt has the first answer |
 """
 
@@ -30,11 +32,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from protocol.engine.messages import Generate
-from protocol.wire.errors import ErrorInfo
+from protocol.wire.errors import ContextExcess, ContextTooLong, ErrorInfo
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT
 from tests.support.scenarios import call
@@ -60,6 +64,8 @@ RESULT = "<tool>"
 MODEL, KNOWN_MODEL = "tg-model", "gpt-5.5"
 CONTEXT = 1 << 19
 """Bytes are tokens here, so prompts are long."""
+FOLDER = Path.home() / ".cache" / "tidegate-agents"
+BLOCK_TOKENS = 16
 RUN_S = 240
 COLUMNS = {"agent": 20, "scenario": 10, "requests": 8, "exit": 6, "result": 0}
 Json = dict[str, object]
@@ -235,6 +241,48 @@ class TwoCalls(OneCall):
     COUNT = 2
 
 
+class TenTurns(OneCall):
+    """Nine calls, each after the output of the one before it, and an answer. `again` has for each
+    turn but the first how many tokens of the prompt before it are not found again."""
+
+    TURNS = 10
+
+    def reply(self, prompt: str) -> Reply:
+        turn = len(self.prompts)
+        if turn == self.TURNS:
+            return said(ANSWER)
+        command = f"{'true; ' * turn}cat note.txt"
+        return said(call(self.tools.shell, self.tools.arguments(command)))
+
+    @property
+    def again(self) -> list[int]:
+        return [len(one) - common(one, other) for one, other in pairwise(self.prompts)]
+
+    def fault(self, output: str, code: int) -> str:
+        if len(self.prompts) != self.TURNS:
+            return f"there were {len(self.prompts)} requests"
+        if max(self.again) > BLOCK_TOKENS:
+            return f"a prompt changes up to {max(self.again)} tokens before its end"
+        return super().fault(output, code)
+
+
+class FullContext(OneCall):
+    """The prompt with the output is refused, because it is longer than the context."""
+
+    def reply(self, prompt: str) -> Reply:
+        if len(self.prompts) != 2:
+            return super().reply(prompt)
+        excess = ContextExcess(num_tokens=len(prompt), max_tokens=len(prompt) - 100)
+        return ContextTooLong.of(excess, "messages").info()
+
+    def fault(self, output: str, code: int) -> str:
+        if len(self.prompts) < 2:
+            return "there was no second request"
+        if len(self.prompts) > 2:
+            return AgentScript.fault(self, output, code)
+        return "" if re.search("too long|context", output, re.I) else "the error was swallowed"
+
+
 class FileEdit(AgentScript):
     def reply(self, prompt: str) -> Reply:
         if (self.folder / MADE).exists():
@@ -301,11 +349,19 @@ SCENARIOS: Mapping[str, type[AgentScript]] = {
     "tool": OneCall,
     "edit": FileEdit,
     "parallel": TwoCalls,
+    "turns": TenTurns,
     "cut": CutAnswer,
     "busy": BusyServer,
     "failing": FailingServer,
+    "overflow": FullContext,
     "resume": ResumedSession,
 }
+
+
+def common(one: str, other: str) -> int:
+    """Return how many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def said(text: str) -> Reply:
@@ -317,18 +373,18 @@ def said(text: str) -> Reply:
 
 @dataclass(frozen=True)
 class AgentRun:
-    """A row of the table."""
+    """A row of the table. `prompts` are those of its conversation."""
 
     variant: str
     scenario: str
-    requests: int
+    prompts: Sequence[str]
     code: int | None
     fault: str
     output: str = ""
 
     def cells(self) -> tuple[str, ...]:
         code = "-" if self.code is None else str(self.code)
-        return self.variant, self.scenario, str(self.requests), code, self.fault or "ok"
+        return self.variant, self.scenario, str(len(self.prompts)), code, self.fault or "ok"
 
     def complaints(self, slack: float) -> list[str]:
         if not self.fault or self.code is None:
@@ -381,6 +437,10 @@ class AgentRunner:
         self._engine = engine
         self._gateway = gateway
 
+    @property
+    def log(self) -> str:
+        return self._gateway.log
+
     def run(self, variant: str, scenario: str) -> AgentRun:
         name, model, tools = VARIANTS[variant]
         with tempfile.TemporaryDirectory(prefix=".agent-", dir=Path.home()) as place:
@@ -390,7 +450,7 @@ class AgentRunner:
             subprocess.run(["git", "init", "-q", str(work)], check=True)
             script = SCENARIOS[scenario](tools, work)
             if not script.is_possible:
-                return AgentRun(variant, scenario, 0, None, "not applicable")
+                return AgentRun(variant, scenario, (), None, "not applicable")
             self._engine.reset()
             self._engine.script = script
             output, code = self._launch(name, model, Path(place), tools.run)
@@ -399,7 +459,7 @@ class AgentRunner:
             self._engine.script = lambda generate: said(ANSWER)
             self._engine.await_idle()
             fault = script.fault(output, code)
-            return AgentRun(variant, scenario, len(script.prompts), code, fault, output)
+            return AgentRun(variant, scenario, script.prompts, code, fault, output)
 
     def _launch(
         self, name: str, model: str, place: Path, arguments: Sequence[str]
@@ -434,6 +494,19 @@ class AgentRunner:
         return done.stdout + done.stderr, done.returncode
 
 
+@contextmanager
+def agent_runner(folder: Path) -> Iterator[AgentRunner]:
+    """Start an engine and a gateway for agents that are installed in `folder`."""
+    card = thinking_card(chat_template=GUARD + THINKING_TEMPLATE, context_tokens=CONTEXT)
+    with (
+        tempfile.TemporaryDirectory() as place,
+        ScriptedEngine(f"ipc://{place}/engine.sock", card=card, max_len=CONTEXT) as engine,
+        GatewayProcess(engine=engine.address, served_name=[MODEL, KNOWN_MODEL]) as gateway,
+    ):
+        gateway.await_ready()
+        yield AgentRunner(folder, engine, gateway)
+
+
 def outcomes(options: argparse.Namespace) -> Iterator[AgentRun]:
     folder = Path(options.folder)
     versions = {
@@ -445,20 +518,13 @@ def outcomes(options: argparse.Namespace) -> Iterator[AgentRun]:
         print(
             f"{AGENTS[name].about}: {version or 'cannot be installed'}{change if version else ''}"
         )
-    card = thinking_card(chat_template=GUARD + THINKING_TEMPLATE, context_tokens=CONTEXT)
-    with (
-        tempfile.TemporaryDirectory() as place,
-        ScriptedEngine(f"ipc://{place}/engine.sock", card=card, max_len=CONTEXT) as engine,
-        GatewayProcess(engine=engine.address, served_name=[MODEL, KNOWN_MODEL]) as gateway,
-    ):
-        gateway.await_ready()
-        runner = AgentRunner(folder, engine, gateway)
+    with agent_runner(folder) as runner:
         for variant in options.agent:
             if versions[VARIANTS[variant][0]]:
                 for scenario in options.scenario:
                     yield runner.run(variant, scenario)
-        if "Traceback" in gateway.log:
-            yield AgentRun("the gateway", "", 0, 1, "a traceback is in its log", gateway.log)
+        if "Traceback" in runner.log:
+            yield AgentRun("the gateway", "", (), 1, "a traceback is in its log", runner.log)
 
 
 def main() -> int:
@@ -466,8 +532,7 @@ def main() -> int:
     parser.add_argument("--agent", action="append", choices=list(VARIANTS))
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
     parser.add_argument("--newest", action="store_true", help="install the newest versions")
-    cache = Path.home() / ".cache" / "tidegate-agents"
-    parser.add_argument("--folder", default=str(cache), help=f"default: {cache}")
+    parser.add_argument("--folder", default=str(FOLDER), help=f"default: {FOLDER}")
     options = parser.parse_args()
     options.agent = options.agent or list(VARIANTS)
     options.scenario = options.scenario or list(SCENARIOS)

@@ -109,6 +109,7 @@ REFUSED = {
     "post_api_embed": NO_VECTORS,
     "post_api_embeddings": NO_VECTORS,
     "post_infill": "this model cannot fill in the middle",
+    "post_pooling": NO_VECTORS,
     "post_rerank": NO_VECTORS,
     "post_score": NO_VECTORS,
     "post_v1_batches": "input_file_id: no",
