@@ -27,7 +27,6 @@ from gateway.api.openai.structured import FORM_FIELDS, answer_form
 from gateway.api.openai.tools import (
     ToolPlan,
     calls_instead_of_form,
-    schema_field,
     tool_grammar,
     tool_plan,
 )
@@ -88,7 +87,7 @@ class Preparation:
         if self.plan.demands_call:
             form = None
         #: The field that an error names if the engine refuses the grammar.
-        self.form_field: str = form.field if form else schema_field(self.plan)
+        self.form_field: str = form.field if form else self.plan.schema_field
         #: The grammar of the answer's text; None if any text is allowed or a tool call is required.
         #: If the model may call tools, the answer is either tool calls or matches this grammar.
         self.form: Body | None = form.body if form else None
@@ -127,7 +126,7 @@ class Preparation:
         return {
             "prompt": "messages",
             "grammar": self.form_field,
-            "grammar.calls": schema_field(self.plan),
+            "grammar.calls": self.plan.schema_field,
         }
 
     def request_path(self, name: str) -> str:

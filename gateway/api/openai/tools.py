@@ -68,6 +68,9 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     strict: frozenset[str] = frozenset()
     #: Paths of the tools in the request, in the order of `declared`: `tools[0].function`.
     paths: Sequence[str] = ()
+    #: The field that an error names if the engine refuses a tool's schema or grammar. It does not
+    #: report which one it refused. So if there are several tools, this is the whole list.
+    schema_field: str = "tools"
     #: Paths of tools without effect, because only another service runs them.
     ignored: Sequence[str] = ()
 
@@ -118,6 +121,7 @@ def tool_plan(
         allows_many=body.parallel_tool_calls is not False,
         strict=frozenset(name for name, tool in zip(names, tools, strict=True) if tool.is_strict),
         paths=[tool.at for tool in tools],
+        schema_field=tools[0].schema_at if len(tools) == 1 else "tools",
         ignored=ignored,
     )
 
@@ -145,6 +149,12 @@ class _Tool(msgspec.Struct, frozen=True, kw_only=True):
     declared: DeclaredTool
     at: str
     is_strict: bool
+
+    @property
+    def schema_at(self) -> str:
+        """The path of what restricts its arguments."""
+        is_text = self.declared.takes_text
+        return f"{self.at}.{'format.grammar.definition' if is_text else 'parameters'}"
 
 
 def _check_unique(tools: Sequence[_Tool]) -> None:
@@ -389,15 +399,3 @@ def _refusal(error: NotWritable, plan: ToolPlan) -> InvalidRequest:
     if plan.declared[place].takes_text and field != "name":
         field = "format.grammar.definition"
     return InvalidRequest.at(f"{at}.{field}", f"{error}")
-
-
-def schema_field(plan: ToolPlan) -> str:
-    """Return the field that an error names if the engine refuses a tool's schema.
-
-    The engine does not report which schema it refused. So if there are several tools, the error
-    names the whole list.
-    """
-    if len(plan.declared) != 1:
-        return "tools"
-    is_text = plan.declared[0].takes_text
-    return f"{plan.paths[0]}.{'format.grammar.definition' if is_text else 'parameters'}"
