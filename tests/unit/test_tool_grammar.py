@@ -187,9 +187,12 @@ def test_a_required_call_without_a_tool_format_is_refused_with_advice() -> None:
     )
 
 
+PATHS = ["tools[0].function", "tools[1].function"]
+
+
 def test_a_tool_that_a_format_cannot_write_is_refused_with_its_path() -> None:
     odd = DeclaredTool("a:b/c", {"type": "object"})
-    plan = ToolPlan(declared=[NOW, odd], mode="required")
+    plan = ToolPlan(declared=[NOW, odd], paths=PATHS, mode="required")
     with pytest.raises(InvalidRequest) as caught:
         tool_grammar(bound("pythonic"), plan)
     assert caught.value.param == "tools[1].function.name"
@@ -197,7 +200,7 @@ def test_a_tool_that_a_format_cannot_write_is_refused_with_its_path() -> None:
 
 def test_a_tool_that_is_not_strict_accepts_any_arguments() -> None:
     tools = [NOW, DeclaredTool("f", {"type": "object", "maxProperties": 2})]
-    plan = ToolPlan(declared=tools, mode="auto", strict=frozenset({"now"}))
+    plan = ToolPlan(declared=tools, paths=PATHS, mode="auto", strict=frozenset({"now"}))
     body = tool_grammar(bound("hermes"), plan)
     assert isinstance(body, Rules)
     assert sorted(body.schemas.values()) == [
