@@ -83,7 +83,7 @@ def write_model(path: Path) -> Path:
 
 def first_token(url: str, prompt: str) -> tuple[int, int, float]:
     """Return (length of a prompt, cached tokens, seconds to the first token)."""
-    body = {"prompt": prompt, "max_tokens": 1, "add_special_tokens": False}
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 1, "add_special_tokens": False}
     start = perf_counter()
     response = requests.post(f"{url}/v1/completions", json=body, timeout=600)
     seconds = perf_counter() - start

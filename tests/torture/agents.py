@@ -39,6 +39,7 @@ from pathlib import Path
 
 from protocol.engine.messages import Generate
 from protocol.wire.errors import ContextExcess, ContextTooLong, ErrorInfo
+from tests.support import agents_page
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT
 from tests.support.scenarios import call
@@ -386,6 +387,11 @@ class AgentRun:
         code = "-" if self.code is None else str(self.code)
         return self.variant, self.scenario, str(len(self.prompts)), code, self.fault or "ok"
 
+    @property
+    def word(self) -> str:
+        """The result for the page."""
+        return "-" if self.code is None else "no" if self.fault else "yes"
+
     def complaints(self, slack: float) -> list[str]:
         if not self.fault or self.code is None:
             return []
@@ -533,12 +539,43 @@ def main() -> int:
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
     parser.add_argument("--newest", action="store_true", help="install the newest versions")
     parser.add_argument("--folder", default=str(FOLDER), help=f"default: {FOLDER}")
+    parser.add_argument("--page", action="store_true", help="write the results to docs/agents.md")
     options = parser.parse_args()
+    if options.page and (options.agent or options.scenario or options.newest):
+        parser.error("--page needs all agents and scenarios, with the tested versions")
     options.agent = options.agent or list(VARIANTS)
     options.scenario = options.scenario or list(SCENARIOS)
     if shutil.which("npm") is None:
         print("npm is missing; only agents that are installed already are run")
-    return print_table(COLUMNS, outcomes(options), 1.0)
+    runs: list[AgentRun] = []
+    code = print_table(COLUMNS, _kept(outcomes(options), runs), 1.0)
+    if options.page:
+        agents_page.replace_part("scenarios", _scenario_table(runs))
+    return code
+
+
+def _kept(runs: Iterator[AgentRun], kept: list[AgentRun]) -> Iterator[AgentRun]:
+    for run in runs:
+        kept.append(run)
+        yield run
+
+
+def _scenario_table(runs: Sequence[AgentRun]) -> str:
+    """Return the table in docs/agents.md. Agents that were not installed have no row."""
+    found = {(run.variant, run.scenario): run for run in runs}
+    rows = [
+        (row_name(variant), [found[variant, name].word for name in SCENARIOS])
+        for variant in VARIANTS
+        if (variant, "plain") in found
+    ]
+    return agents_page.scenario_table(SCENARIOS, rows)
+
+
+def row_name(variant: str) -> str:
+    """Return the name of an agent and its version, as the page has it."""
+    name, _, note = variant.partition(", ")
+    agent = AGENTS[name]
+    return f"{agent.about} {agent.tested}{f', {note}' if note else ''}"
 
 
 if __name__ == "__main__":
