@@ -20,8 +20,8 @@ help:
 	@echo 'make test-oldest  test streams with the oldest supported gunicorn and gevent; make test includes this'
 	@echo 'make torture kill and stop every process of a server at every moment, and print the results (half an hour);'
 	@echo '             then run the property tests with more random examples than make test, servers behind'
-	@echo '             vllm-router and nginx, attacks, and'
-	@echo '             all ways to compute 200 prompts, whose bits must be the same (hours)'
+	@echo '             vllm-router and nginx, attacks,'
+	@echo '             all ways to compute 200 prompts, whose bits must be the same, and coding agents (hours)'
 	@echo 'make check   check format, lint and types, and run the unit tests; every change must pass'
 	@echo 'make clean   remove $(VENV) and build leftovers; downloaded models stay in the cache'
 
@@ -51,6 +51,8 @@ torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture.model_types
 	@$(BIN)/python -m tests.torture.same_bits
 	@$(BIN)/python -m tests.torture.draft_heads
+	@$(BIN)/python -m tests.torture.custom_tools
+	@$(BIN)/python -m tests.torture.agents
 
 check: $(VENV)/.installed-test
 	@PATH="$(abspath $(BIN)):$$PATH" tools/check $(ARGS)
