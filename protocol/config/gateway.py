@@ -293,6 +293,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     default_sampling: DefaultSampling = ""
     tool_format: ToolFormat = "auto"
     reasoning_format: ReasoningFormat = "auto"
+    reasoning_fields: Annotated[
+        Literal["both", "reasoning", "reasoning_content"],
+        about(
+            "name of a chat message's reasoning. Some clients read one name, some the other, and a "
+            "few show the text twice if it has both"
+        ),
+    ] = "both"
 
     response_store: Annotated[
         str,

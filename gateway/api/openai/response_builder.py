@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from gateway.api.openai.requests import GenerationBody
 from gateway.api.openai.responses import (
@@ -63,6 +63,7 @@ from gateway.text.tokenizer import Tokenizer
 from protocol.engine.logprobs import TokenLogprobs
 
 L = TypeVar("L", ChatLogprobs, CompletionLogprobs)
+Text = TypeVar("Text", str, str | None)
 Members = dict[str, Any]
 
 
@@ -130,7 +131,7 @@ class ResponseBuilder(Protocol):
 class ChatResponseBuilder:
     """Builds chat completions. With `in_batch`, the choices belong to several conversations.
 
-    Reasoning is sent under both of the names that clients use: `reasoning` and `reasoning_content`.
+    reasoning_fields  names under which reasoning is sent: `reasoning`, `reasoning_content`, or both
     """
 
     ends_with_text = False
@@ -146,9 +147,11 @@ class ChatResponseBuilder:
         num_logprobs: int | None,
         logprob_token_ids: Sequence[int] = (),
         *,
+        reasoning_fields: Literal["both", "reasoning", "reasoning_content"] = "both",
         in_batch: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._reasoning_fields = reasoning_fields
         self._extra_ids = logprob_token_ids
         self._in_batch = in_batch
         self.num_logprobs = num_logprobs
@@ -164,7 +167,8 @@ class ChatResponseBuilder:
             case Content(text):
                 part = MessagePart(content=text)
             case Reasoning(text):
-                part = MessagePart(reasoning=text, reasoning_content=text)
+                short, long = _named(text, self._reasoning_fields)
+                part = MessagePart(reasoning=short, reasoning_content=long)
             case ToolArguments(index, fragment):
                 function = FunctionPart(arguments=fragment)
                 part = MessagePart(tool_calls=[ToolCallPart(index=index, function=function)])
@@ -182,7 +186,7 @@ class ChatResponseBuilder:
 
     def fold(self, choice: Choice, chunks: Sequence[ChatChunkChoice]) -> Members:
         place = {"conversation": choice.prompt_index} if self._in_batch else {}
-        message = _message([chunk.delta for chunk in chunks])
+        message = _message([chunk.delta for chunk in chunks], self._reasoning_fields)
         return {**place, "message": message, "logprobs": _joined([c.logprobs for c in chunks])}
 
     def logprobs(self, choice: Choice, delta: OutputDelta) -> ChatLogprobs | None:
@@ -197,7 +201,7 @@ class ChatResponseBuilder:
         return None
 
 
-def _message(parts: Iterable[MessagePart]) -> AssistantMessage:
+def _message(parts: Iterable[MessagePart], reasoning_fields: str) -> AssistantMessage:
     """Join the deltas of a message, in linear time. A tool call that was cut off is included.
     `content` is null if there is only reasoning or tool calls."""
     text: list[str] = []
@@ -208,20 +212,29 @@ def _message(parts: Iterable[MessagePart]) -> AssistantMessage:
             text.append(part.content)
         if part.reasoning is not UNSET:
             reasoning.append(part.reasoning)
+        elif part.reasoning_content is not UNSET:
+            reasoning.append(part.reasoning_content)
         for call in part.tool_calls or ():
             if call.id is not UNSET:
                 calls.append((call, []))
             calls[call.index][1].append(_piece_of(call))
     content, thoughts = "".join(text), "".join(reasoning) or None
+    short, long = _named(thoughts, reasoning_fields)
     return AssistantMessage(
         role="assistant",
         content=None if (calls or thoughts) and not content else content,
         refusal=None,
         annotations=[],
-        reasoning=thoughts,
-        reasoning_content=thoughts,
+        reasoning=short,
+        reasoning_content=long,
         tool_calls=[_whole_call(start, "".join(pieces)) for start, pieces in calls] or UNSET,
     )
+
+
+def _named(text: Text, fields: str) -> tuple[Text | UnsetType, Text | UnsetType]:
+    """Return the values of `reasoning` and of `reasoning_content`."""
+    long = "reasoning_content"
+    return UNSET if fields == long else text, UNSET if fields == "reasoning" else text
 
 
 def _call_start(call: ToolCall) -> ToolCallPart:

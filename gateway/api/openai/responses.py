@@ -216,7 +216,7 @@ class OpenAIToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The message of a complete chat completion.
 
-    reasoning, reasoning_content  the same text under the two names that clients use
+    reasoning, reasoning_content  the same text under the two names that clients use, or under one
     annotations                   always empty, because this server does not search the web
     """
 
@@ -224,8 +224,8 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | None
     refusal: None
     annotations: list[Any]
-    reasoning: str | None
-    reasoning_content: str | None
+    reasoning: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType | None = UNSET
     tool_calls: list[OpenAIToolCall] | UnsetType = UNSET
 
 

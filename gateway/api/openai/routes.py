@@ -87,7 +87,11 @@ def _answer_chats(
     context.timeline.template_s = sum(prompt.template_s for prompt in prompts)
     kv_params = _kv_params(context, [*unknown, *preparation.ignored], body, model)
     builder = ChatResponseBuilder(
-        model.tokenizer, body.num_logprobs, body.logprob_token_ids or (), in_batch=in_batch
+        model.tokenizer,
+        body.num_logprobs,
+        body.logprob_token_ids or (),
+        reasoning_fields=service.config.reasoning_fields,
+        in_batch=in_batch,
     )
     envelope = _envelope(context, "chatcmpl", body, model)
     if body.return_effective_kwargs:

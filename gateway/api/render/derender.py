@@ -163,7 +163,10 @@ class ChatDerendering:
             model=model,
             kind="chatcmpl",
             builder=ChatResponseBuilder(
-                model.tokenizer, request.num_logprobs, request.logprob_token_ids or ()
+                model.tokenizer,
+                request.num_logprobs,
+                request.logprob_token_ids or (),
+                reasoning_fields=self._config.reasoning_fields,
             ),
             effective=Effective(self._kwargs) if request.return_effective_kwargs else None,
         )
