@@ -219,7 +219,12 @@ def test_a_last_turn_of_the_assistant_is_continued() -> None:
         ([user({"type": "document"})], "messages[0].content[0].source"),
         ([user({"type": "thinking", "thinking": "x"})], "messages[0].content[0].type"),
         ([*HI, assistant({"type": "thinking"})], "messages[1].content[0].thinking"),
-        ([*HI, assistant({"type": "server_tool_use"})], "messages[1].content[0].type"),
+        ([*HI, assistant({"type": "code_tool_use"})], "messages[1].content[0].type"),
+        ([*HI, assistant({"type": "server_tool_use"})], "messages[1].content[0].id"),
+        (
+            [*HI, assistant({"type": "mcp_tool_result", "tool_use_id": "s"})],
+            "messages[1].content[0].tool_use_id",
+        ),
         ([*HI, assistant({**use("a"), "input": "x"})], "messages[1].content[0].input"),
         ([*HI, assistant({**use("a"), "name": None})], "messages[1].content[0].name"),
         ([user(result("a"))], "messages[0].content[0].tool_use_id"),

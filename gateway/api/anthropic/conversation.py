@@ -4,6 +4,7 @@
   message. Each tool result becomes a message of its own. The order of the blocks is kept.
 - Consecutive turns of one role are joined, as in Anthropic's API.
 - Each tool call must have exactly one result, in the next turn.
+- A call that Anthropic's service executed is in one turn with its result (service_calls.py).
 - A `tool_reference` in a tool result, and the blocks `tool_addition` and `tool_removal` of a
   system message, become words about the tool (tools.py).
 - In a user's turn, a block that is not text is refused. In a tool result, which the user cannot
@@ -20,6 +21,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gateway.api.anthropic.service_calls import (
+    CALLS,
+    NO_RESULT,
+    RESULTS,
+    service_result,
+    tool_references,
+)
 from gateway.api.anthropic.signature import sealed_text
 from gateway.api.anthropic.tools import ConversationTools
 from gateway.formats.events import OutputWarning
@@ -82,6 +90,8 @@ class _ConversationWriter:
         #: The calls of the last turn that have no result yet. Some models repeat ids, so a result
         #: answers the first call with its id.
         self.unanswered: list[_OpenToolUse] = []
+        #: The calls of this turn that Anthropic's service executed and that have no result yet.
+        self.executed: list[_OpenToolUse] = []
 
     @property
     def blocks(self) -> Mapping[str, Mapping[str, Callable[[Block, str], None]]]:
@@ -97,6 +107,8 @@ class _ConversationWriter:
                 "thinking": self._thinking,
                 "redacted_thinking": lambda block, at: None,  # encrypted by another server
                 "tool_use": self._tool_use,
+                **dict.fromkeys(CALLS, self._service_call),
+                **dict.fromkeys(RESULTS, self._service_result),
             },
             "system": {
                 "text": partial(self._text, "system"),
@@ -135,7 +147,10 @@ class _ConversationWriter:
             if write is None:
                 raise unexpected(kind, place, tuple(kinds))
             write(block, place)
-        self.chat.continues = role == "assistant"
+        for use in self.executed:  # its result was not waited for
+            self._add_result(use, [{"type": "text", "text": NO_RESULT}], use.at)
+        self.executed = []
+        self.chat.continues = self.chat.messages[-1]["role"] == "assistant"
 
     def finish(self) -> ChatConversation:
         self._check_answered()
@@ -189,13 +204,33 @@ class _ConversationWriter:
             self._current("assistant", at).setdefault("reasoning", []).append(text)
 
     def _tool_use(self, block: Block, at: str) -> None:
+        use = self._call(block, at)
+        self._tools.on_call(use.name)
+        self.call_ids.add(use.id)
+        self.unanswered.append(use)
+
+    def _service_call(self, block: Block, at: str) -> None:
+        self.executed.append(self._call(block, at))
+
+    def _call(self, block: Block, at: str) -> _OpenToolUse:
+        """Add a call to the assistant's message."""
         call_id, name = string_member(block, "id", at), string_member(block, "name", at)
-        self.call_ids.add(call_id)
-        self._tools.on_call(name)
-        self.unanswered.append(_OpenToolUse(call_id, name, at))
         function = {"name": name, "arguments": as_object(block.get("input"), f"{at}.input")}
         calls = self._current("assistant", at).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
+        return _OpenToolUse(call_id, name, at)
+
+    def _service_result(self, block: Block, at: str) -> None:
+        call_id = string_member(block, "tool_use_id", at)
+        use = next((use for use in self.executed if use.id == call_id), None)
+        if use is None:
+            problem = f"this message has no call with the id {call_id!r} before it"
+            raise InvalidRequest.at(f"{at}.tool_use_id", problem)
+        self.executed.remove(use)
+        content = block.get("content")
+        found = list(map(self._tools.on_reference, tool_references(content)))
+        texts = found or [service_result(content)]
+        self._add_result(use, [{"type": "text", "text": text} for text in texts], at)
 
     def _tool_result(self, block: Block, at: str) -> None:
         call_id = string_member(block, "tool_use_id", at)
@@ -206,12 +241,10 @@ class _ConversationWriter:
                 problem = f"the tool_use {call_id!r} already has a tool_result"
             raise InvalidRequest.at(f"{at}.tool_use_id", problem)
         self.unanswered.remove(use)
-        message = {
-            "role": "tool",
-            "tool_call_id": call_id,
-            "name": use.name,
-            "content": self._result_parts(block, at),
-        }
+        self._add_result(use, self._result_parts(block, at), at)
+
+    def _add_result(self, use: _OpenToolUse, parts: list[dict[str, str]], at: str) -> None:
+        message = {"role": "tool", "tool_call_id": use.id, "name": use.name, "content": parts}
         self._append(message, at)
 
     def _tool_change(self, on_change: Callable[[Any, str], str], block: Block, at: str) -> None:
