@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.agent_sessions [--agent codex --agent claude] [--gguf FILE]
 
-Each agent is run once against a scripted engine (tests/torture/agents.py): nine calls of its shell,
+Each agent is run once against a scripted engine (tests/torture/agents): nine calls of its shell,
 then an answer. The ten prompts that it sent are then sent to a server, whose model has the shape of
 the default model, random weights, SmolLM2's tokenizer and a longer context: the prompts of agents
 are longer than that of the default model. For each turn, the command prints how many tokens of the
@@ -28,7 +28,9 @@ from tests.benchmarks.agent_turns import add_tokenizer, encode
 from tests.benchmarks.peers.servers import Competitor, running
 from tests.support.checkpoints import random_llama
 from tests.support.gguf_files import write_gguf
-from tests.torture.agents import BLOCK_TOKENS, FOLDER, VARIANTS, agent_runner, common, install
+from tests.torture.agents.running import FOLDER, agent_runner
+from tests.torture.agents.scenarios import BLOCK_TOKENS, common
+from tests.torture.agents.variants import VARIANTS, install
 from tests.torture.table import print_table
 
 CONTEXT = 1 << 16
@@ -98,7 +100,7 @@ def turns(options: argparse.Namespace) -> Iterator[AgentTurn]:
     sessions: dict[str, list[str]] = {}
     with agent_runner(folder) as runner:
         for agent in options.agent:
-            if install(folder, VARIANTS[agent][0], newest=False):
+            if install(folder, VARIANTS[agent].agent, newest=False):
                 run = runner.run(agent, "turns")
                 if run.fault:
                     raise SystemExit(f"{agent}: {run.fault}\n{run.output}")

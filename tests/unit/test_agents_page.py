@@ -4,7 +4,8 @@ the versions and scenarios that are tested now."""
 from __future__ import annotations
 
 from tests.support import agents_page
-from tests.torture.agents import SCENARIOS, VARIANTS, row_name
+from tests.torture.agents.scenarios import SCENARIOS
+from tests.torture.agents.variants import VARIANTS, row_name
 
 
 def test_the_settings_are_those_of_launch() -> None:

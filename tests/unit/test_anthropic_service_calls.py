@@ -34,8 +34,7 @@ FOUND = {
     ],
 }
 FOUND_TEXT = (
-    '{"title":"Tides","url":"https://tides.example"}\n'
-    '{"title":"Ebb","url":"https://ebb.example"}'
+    '{"title":"Tides","url":"https://tides.example"}\n{"title":"Ebb","url":"https://ebb.example"}'
 )
 
 
