@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.torture.agents.scenarios import MADE, AgentTools
 from tools.agents import AGENTS
 
 MODEL, KNOWN_MODEL = "tg-model", "gpt-5.5"
+NOTES_SERVER = Path(__file__).parent / "notes_server.py"
 AI_SDK = "ai-sdk"
 AI_SDK_SCRIPT = Path(__file__).parent / "ai_sdk.mjs"
 AI_SDK_PACKAGES = {
@@ -42,6 +44,10 @@ class AgentVariant:
 
 PATCH = f"*** Begin Patch\n*** Add File: {MADE}\n+hello\n*** End Patch\n"
 _FREE = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+_NOTES = (
+    *("-c", f"mcp_servers.notes.command={json.dumps(sys.executable)}"),
+    *("-c", f"mcp_servers.notes.args={json.dumps([str(NOTES_SERVER)])}"),
+)
 _CODEX = AgentTools(
     run=("exec", *_FREE),
     resume=("exec", "resume", "--last", *_FREE),
@@ -66,6 +72,15 @@ VARIANTS: Mapping[str, AgentVariant] = {
             shell="exec_command",
             arguments=_CODEX.arguments,
             write=lambda folder: ("apply_patch", {"input": PATCH}),
+        ),
+    ),
+    "codex, MCP server": AgentVariant(
+        "codex",
+        MODEL,
+        AgentTools(
+            run=("exec", *_FREE, *_NOTES),
+            shell="mcp__notes__read_note",
+            arguments=lambda command: {"path": command},
         ),
     ),
     "claude": AgentVariant(
