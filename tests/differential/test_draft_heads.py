@@ -166,6 +166,37 @@ def test_each_proposal_is_that_of_the_reference_for_the_whole_text(
     assert (replica.engine.stats().num_preemptions > 0) == (schedule == "preempted")
 
 
+def test_entries_that_are_computed_late_are_those_of_the_reference(guessing: Guessing) -> None:
+    """With many rows, no drafts are worth their cost, and the head computes nothing. Once most
+    requests have ended, it computes what it lacks."""
+    reference, loaded, head = guessing
+    replica = Replica(
+        loaded,
+        head=head,
+        block_tokens=BLOCK_TOKENS,
+        prefix_cache=False,
+        options={"speculation": "mtp", "draft_width": 2},
+    )
+    for number in range(12):
+        length = 60 if number < 2 else 20
+        prompt = some_tokens(5 + number, number, FEW)
+        replica.add(prompt, replace(GREEDY, max_tokens=length))
+    count = num_late = num_plain = 0
+    while replica.step():
+        executed = replica.steps[-1]
+        starts, row_starts = executed.plan.follow_starts, executed.plan.row_starts
+        if starts is None:
+            num_plain += len(row_starts) > 10
+        else:
+            pairs = zip(starts.tolist(), row_starts.tolist(), strict=True)
+            num_late += sum(0 <= start < row_start for start, row_start in pairs)
+        if executed.result.proposed is not None:
+            count += check_proposals(reference, replica, executed)
+    assert num_plain > 10
+    assert num_late >= 12
+    assert count > 0
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "packed 4 bits"])
 @pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_text"])
 def test_a_quantised_head_has_the_numbers_of_the_dense_one(

@@ -118,7 +118,7 @@ def reserve_memory(
     caches = make_caches(budget.num_blocks, SharedMemory(num_bytes) if is_shared else None)
     columns = -(-budget.max_len // config.block_tokens)
     num_blocks = columns * num_column_blocks(groups)
-    fields = slot_fields(budget.max_len, num_blocks, loaded.spec.state_items)
+    fields = slot_fields(budget.max_len, num_blocks, loaded.spec.state_items, parts.head_hidden)
     others = [*parts.weights, caches, parts.attentions, parts.adapters]
     sizes, states = (limits.max_slots, checkpoints), None
     if checkpoints and is_shared:
@@ -163,6 +163,7 @@ def measured_memory(
             num_entries=caches[0].num_entries,
             has_draft=len(caches) > 1,
             state_items=parts.models[0].spec.state_items,
+            head_hidden=parts.head_hidden,
         )
         slots = SlotTable(profile.slot_fields(), limits.max_slots, device, num_checkpoints=1)
         profile.run(parts.runner(slots, caches))
