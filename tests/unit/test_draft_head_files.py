@@ -4,25 +4,33 @@ take."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.config.worker import WorkerConfig
+from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import MAX_HEAD_LAG
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.draft_heads import MODEL_TYPES, write_with_head
+from tests.support.eager import some_tokens
 from tests.support.family_models import SPARSE_NEMOTRON, random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.gguf_heads import write_gguf_with_head
-from tests.support.replica import load, load_own_head
+from tests.support.kernels import native_kernels
+from tests.support.peak_memory import MeasuredProposer
+from tests.support.replica import Replica, load, load_own_head
 from worker.loading.draft_header import read_draft_head
 from worker.loading.header import ModelHeader, read_header
+from worker.spec.step_limits import STEP_TOKENS, StepLimits
 from worker.startup.memory_plan import PlannedModel, weights_bytes
 from worker.startup.preflight import preflight
+from worker.startup.step_memory import HEAD_INPUTS, proposing_bytes
 
 SUFFIXES = ["", ".gguf"]
-CHANGES = {"nemotron_h": SPARSE_NEMOTRON}
+CHANGES: dict[str, dict[str, Any]] = {"nemotron_h": SPARSE_NEMOTRON}
 """GGUF files of a Nemotron-H have no layers with one MLP if others have experts."""
 
 
@@ -57,6 +65,41 @@ def test_a_head_takes_the_memory_that_is_planned(
     assert weights[0] < weights[1]
     per_token = [found.plans[0].longest_kv_bytes for found in plans]
     assert per_token[0] < per_token[1], "the head has keys and values"
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_text"])
+def test_the_work_of_a_head_takes_less_memory_than_is_planned(
+    tmp_path: Path, model_type: str
+) -> None:
+    """A step computes a prompt of STEP_TOKENS tokens, and the head proposes after it."""
+    write_with_head(tmp_path, model_type, hidden_size=192)
+    loaded = load(tmp_path, kernels=native_kernels(), weights="packed")
+    head = load_own_head(tmp_path, loaded)
+    replica = Replica(loaded, head=head, options={"speculation": "mtp"}, max_slots=1)
+    drafter = replica.runner.draft_model
+    assert drafter is not None
+    replica.runner.draft_model = measured = MeasuredProposer(drafter)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    replica.add(some_tokens(STEP_TOKENS, seed=1), params)
+    replica.run()
+    limits = StepLimits(1, STEP_TOKENS, max_drafts=8, planned_tokens=STEP_TOKENS)
+    hidden = head.spec.hidden
+    planned = proposing_bytes(head.spec, 4, limits, hidden, is_head=True)
+    inputs = 4 * STEP_TOKENS * HEAD_INPUTS * head.spec.hidden
+    assert inputs < measured.peak <= planned - 4 * STEP_TOKENS * hidden
+
+
+def test_memory_is_planned_for_the_hidden_states_that_slots_keep(tmp_path: Path) -> None:
+    head = write_with_head(tmp_path, "glm4_moe")
+    work = [
+        preflight([config(tmp_path, draft_head=True, max_slots=slots)]).plans[0].work_bytes
+        for slots in (1, 1001)
+    ]
+    plain = [
+        preflight([config(tmp_path, max_slots=slots)]).plans[0].work_bytes for slots in (1, 1001)
+    ]
+    kept = 4 * MAX_HEAD_LAG * head.theirs.config.hidden_size
+    assert (work[1] - work[0]) - (plain[1] - plain[0]) == 1000 * kept
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_header import tensor_shapes
 from worker.checkpoint.quantized_layers import QuantizedFiles, QuantizedLayer
 from worker.checkpoint.safetensors_files import DTYPE_BYTES, SafetensorsFiles, check_kinds
@@ -72,5 +73,6 @@ def _in_safetensors(
 
 def _reason(header: AnyHeader) -> str:
     """Return why no head is found."""
-    kind = "file" if header.file_format == "gguf" else "checkpoint"
+    is_file = isinstance(header, ModelHeader) and isinstance(header.files, GGUFFile)
+    kind = "file" if is_file else "checkpoint"
     return f"the {kind} {header.name} has no head for multi-token prediction that can be read"

@@ -470,8 +470,8 @@ def _gguf_header(path: Path) -> ModelHeader:
             )
     text = gguf_text(Fields(file.metadata, str(path)), spec.vocab_size)
     kinds = {name: info.kind.name for name, info in file.tensors.items()}
-    head = gguf_draft_head(file, tensors, shapes)
-    header = ModelHeader(model_name(path), tensors, file, kinds, text, file.paths, draft_head=head)
+    draft = gguf_draft_head(file, tensors, shapes)
+    header = ModelHeader(model_name(path), tensors, file, kinds, text, file.paths, draft_head=draft)
     if ranks:
         head = tensors.head.parts[0]
         return _scoring(header, gguf_scorer(metadata, text.tokenizer, head, spec.hidden))

@@ -36,6 +36,7 @@ from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget, reserve_bytes
 from worker.startup.kv_window import kv_groups, kv_window, reason_against_groups
 from worker.startup.profile_run import CACHE_BLOCKS, CudaAllocator, ProfileRun, measure
 from worker.startup.runner_parts import RunnerParts
+from worker.startup.step_memory import kept_hidden_bytes
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def reserve_memory(
     if device.type == "cpu":
         free = free_bytes(device) // config.local_size
         free -= kept_bytes(config, loaded.spec, dtype) + state_bytes(loaded.spec, limits)
+        free -= kept_hidden_bytes(parts.head_hidden, limits.max_slots)
         checkpoints = num_checkpoints(loaded.spec, limits, free)
         free -= 4 * checkpoints * loaded.spec.state_items
         demand = demand.with_states(checkpoints, specs)
