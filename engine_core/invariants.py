@@ -15,7 +15,7 @@ from engine_core.kv.leases import KVLeases
 from engine_core.requests.request import Request, RequestPhase
 from engine_core.schedule.scheduler import Scheduler
 from protocol.engine.messages import Limits
-from protocol.worker.steps import NULL_BLOCK
+from protocol.worker.steps import MAX_HEAD_LAG, NULL_BLOCK
 
 UNBOUND = {RequestPhase.FETCHING, RequestPhase.READY}
 FETCHING = {RequestPhase.FETCHING, RequestPhase.FINISHED}
@@ -86,9 +86,14 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
             f"{request.number}: computed beyond its tokens"
         )
         ahead = request.num_scheduled - request.num_computed
-        ends_at = request.num_scheduled if request.uses_draft_model else 0
+        is_drafted = request.uses_draft_model or request.uses_head
+        ends_at = request.num_scheduled if is_drafted else 0
         assert request.num_draft_computed <= max(ends_at, len(request.tokens)), (
             f"{request.number}: the draft model computed beyond its tokens"
+        )
+        lag = request.num_scheduled - request.num_draft_computed
+        assert not request.uses_head or lag <= MAX_HEAD_LAG, (
+            f"{request.number}: the head needs hidden states that are not kept"
         )
         assert ahead >= 0, f"{request.number}: scheduled less than computed"
         assert covered >= request.num_scheduled, f"{request.number}: scheduled beyond its blocks"

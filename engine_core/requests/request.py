@@ -177,10 +177,10 @@ class Request:
     num_in_flight: int = 0
     #: Whether the draft model computes the request as well.
     uses_draft_model: bool = False
-    #: Positions that the draft model will have computed once every plan in flight has committed.
+    #: Positions that the draft model or head will have computed once every plan in flight has
+    #: committed, or that the head cannot compute any more.
     num_draft_computed: int = 0
-    #: Whether the model's own head computes the request as well. It does so in every step of the
-    #: request, because it reads the hidden states of the step.
+    #: Whether the model's own head computes the request as well.
     uses_head: bool = False
     #: Number of leading blocks that were published in the prefix cache.
     num_published: int = 0

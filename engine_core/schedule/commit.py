@@ -98,6 +98,9 @@ def _update_drafting(request: Request, row_result: RowResult, committed: Committ
         request.drafting.on_proposed(len(request.tokens), row_result.proposed)
         if request.uses_draft_model:
             request.num_draft_computed = len(request.tokens)
+        else:  # the last token's entry needs the next one
+            num_entries = len(request.tokens) - 1
+            request.num_draft_computed = max(request.num_draft_computed, num_entries)
 
 
 # ---- outputs

@@ -9,9 +9,11 @@ answer later: in steps that request drafts from it, and when it is `MAX_DRAFT_LA
 skips requests for which drafts are not worthwhile. If it computes a request, the request's blocks
 are published only when both models have computed them.
 
-The head reads hidden states of the step, so it computes exactly the positions of each row of a
-request that uses it. Blocks are published as if it did not exist: entries that it lacks make drafts
-worse, and nothing else.
+The head reads the model's hidden states, which the worker keeps for the last `MAX_HEAD_LAG`
+positions of a request only. So it computes prompts in the steps of the model, and answers when
+drafts are requested, or before a hidden state would be lost. It then computes all requests that use
+it. All other steps are planned as if it did not exist, and so are the blocks that are published:
+entries that it lacks make drafts worse, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from engine_core.schedule.grouped_tables import GroupedBlockTables
 from engine_core.schedule.plan import DraftCatchUp, Schedule
 from engine_core.speculation.draft_policy import Speculation
 from protocol.engine.messages import Limits
+from protocol.worker.steps import MAX_HEAD_LAG
 
 MAX_DRAFT_LAG = 32
 """The draft model computes answer tokens once it lacks this many of them.
@@ -49,7 +52,10 @@ class DraftPlanning:
         """
         if self._speculation.is_enabled:
             self._add_drafts(step, len(running))
-            self._add_model_work(step, len(running))
+            if self._speculation.has_head:
+                self._add_head_work(step, len(running))
+            else:
+                self._add_model_work(step, len(running))
 
     def _add_drafts(self, step: Schedule, num_running: int) -> None:
         """Add drafts to the decodes that have no token in flight."""
@@ -77,34 +83,58 @@ class DraftPlanning:
         return min(step.budget, left, most - len(request.tokens))
 
     def _add_model_work(self, step: Schedule, num_running: int) -> None:
-        """Plan the work of the draft model or head: the tokens to compute, and the drafts to
-        request."""
+        """Plan the work of the draft model: the tokens to compute, and the drafts to request."""
         rows = list(step.rows())
         for request, count, drafts in rows:
-            known = request.num_scheduled + count - len(drafts)
-            if self._speculation.keeps_head(request):
-                start, is_due = request.num_scheduled, True
-                stride = known - start
-            elif request.uses_draft_model:
-                start = request.num_draft_computed
-                stride = min(known - start, self._limits.token_budget)
-                is_due = count - len(drafts) > 1 or stride >= MAX_DRAFT_LAG
-            else:
+            if not request.uses_draft_model:
                 continue
-            num_requested, ahead = 0, known + len(drafts)  # if all drafts are right
-            if request.is_sampled(count) and start + stride == known:
-                most = self._tables.max_positions(request, reserved=num_running)
-                room = min(request.max_total_tokens - 2, most) - ahead
-                if room > 0:
-                    num_requested = self._speculation.num_draft_model_tokens(
-                        request, room, len(rows)
-                    )
+            known = request.num_scheduled + count - len(drafts)
+            start = request.num_draft_computed
+            stride = min(known - start, self._limits.token_budget)
+            num_requested = 0
+            if start + stride == known:
+                num_requested = self._request_drafts(step, request, count, len(rows), num_running)
             if num_requested:
-                self._tables.grow(request, ahead + num_requested, step)
                 step.draft_catch_ups[request] = DraftCatchUp(start, 0, num_requested)
-            elif is_due:
+            elif count - len(drafts) > 1 or stride >= MAX_DRAFT_LAG:
                 step.draft_catch_ups[request] = DraftCatchUp(start, stride, 0)
             else:
                 continue
-            if request.uses_draft_model:
-                request.num_draft_computed = start + stride
+            request.num_draft_computed = start + stride
+
+    def _add_head_work(self, step: Schedule, num_running: int) -> None:
+        """Plan the work of the head: none if no row needs it now, and otherwise that of all rows
+        that use it, because a pass over more tokens costs little more."""
+        every = list(step.rows())
+        rows = [row for row in every if self._speculation.keeps_head(row[0])]
+        work: dict[Request, DraftCatchUp] = {}
+        is_due = False
+        for request, count, drafts in rows:
+            start, end = request.num_draft_computed, request.num_scheduled + count
+            num_requested = self._request_drafts(step, request, count, len(every), num_running)
+            is_prompt, is_last = count - len(drafts) > 1, end - start >= MAX_HEAD_LAG
+            is_due |= bool(num_requested) or is_prompt or is_last
+            stride = 0 if num_requested else end - len(drafts) - start
+            work[request] = DraftCatchUp(start, stride, num_requested)
+        if not is_due:
+            return
+        step.draft_catch_ups |= work
+        for request, count, drafts in rows:
+            request.num_draft_computed = request.num_scheduled + count - len(drafts)
+
+    def _request_drafts(
+        self, step: Schedule, request: Request, count: int, num_rows: int, num_running: int
+    ) -> int:
+        """Return how many drafts to request for a row of `count` positions, in a step of `num_rows`
+        rows, and allocate their blocks."""
+        if not request.is_sampled(count):
+            return 0
+        ahead = request.num_scheduled + count  # if all drafts of the row are right
+        most = self._tables.max_positions(request, reserved=num_running)
+        room = min(request.max_total_tokens - 2, most) - ahead
+        if room <= 0:
+            return 0
+        num_requested = self._speculation.num_draft_model_tokens(request, room, num_rows)
+        if num_requested:
+            self._tables.grow(request, ahead + num_requested, step)
+        return num_requested

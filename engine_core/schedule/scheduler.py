@@ -187,6 +187,8 @@ class Scheduler:
             if match.is_handed_over:
                 request.num_fetched = request.num_cached - request.num_computed
         request.num_computed = request.num_scheduled = match.num_tokens
+        if not request.uses_draft_model:  # a head cannot compute what was fetched
+            request.num_draft_computed = match.num_tokens
         self._publish(request)
 
     def finish(self, request: Request) -> None:

@@ -13,8 +13,8 @@ highest:
   tokens, where c is the cost of the draft model relative to the main model. The overhead of steps
   with drafts beyond these costs is estimated from step times (overhead.py).
 
-The model's own head (mtp) is treated like a draft model, except that it can compute a request only
-in the steps of the request.
+The model's own head (mtp) is treated like a draft model, except that it cannot compute positions
+long after the model has (schedule/drafting.py).
 
 To draft for a request, a draft model must also compute the request's prompt. So if the draft
 model's recent drafts were wrong, it is used for few of the next requests.
@@ -73,6 +73,11 @@ class Speculation:
         """Whether any request can get drafts."""
         return self._config.speculation != "none"
 
+    @property
+    def has_head(self) -> bool:
+        """Whether the model's own head proposes the drafts."""
+        return self._config.speculation == "mtp"
+
     def start(self, request: Request) -> None:
         """Choose the drafter of an accepted request."""
         kind = self._config.speculation
@@ -91,10 +96,10 @@ class Speculation:
             request.drafting = self.new_drafting(AcceptanceTally(PRIOR))
 
     def keeps_head(self, request: Request) -> bool:
-        """Return whether the head computes the request in the next step.
+        """Return whether the head computes the request.
 
         If not even a step of this request alone would gain from drafts, the head stops for good,
-        because entries that it does not compute now would be missing later. Without a grammar, the
+        because entries that it does not compute soon would be missing later. Without a grammar, the
         request then gets no drafts, and its steps are planned ahead. Other requests try the head
         again.
         """

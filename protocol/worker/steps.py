@@ -42,6 +42,11 @@ tables, and those of blocks that a window has passed.
 """
 
 
+MAX_HEAD_LAG = 16
+"""The most positions before a row for which the model's own head can compute entries in a step: the
+worker keeps the hidden states of a request's last positions.
+"""
+
 NO_CHECKPOINT = 0
 """`SlotInit.checkpoint` of a request whose recurrent state starts with zeros. Checkpoints have ids
 from 1 on."""
@@ -129,8 +134,9 @@ class StepPlan(Message, frozen=True, kw_only=True):
     #: [D] the drafts, in row order.
     drafts: Int32 | None = None
     #: [R] first position that the draft model computes in the row; -1: none in this step. None: the
-    #: draft model computes nothing. For the model's own head this is the start of the row: it
-    #: computes all positions of the row that are followed by a known token.
+    #: draft model computes nothing. The model's own head computes all positions from there that are
+    #: followed by a known token. It starts at most MAX_HEAD_LAG positions before the row, and at a
+    #: position that the worker has computed in this slot.
     follow_starts: Int32 | None = None
     #: [R] number of positions that the draft model computes from there. It is 0 in rows with
     #: `wanted` drafts: there the draft model computes up to the last token that is known after the

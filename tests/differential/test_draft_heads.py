@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from gguf import GGMLQuantizationType, GGUFWriter
 from msgspec.structs import replace
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
@@ -18,6 +19,8 @@ from protocol.engine.sampling import SamplingParams
 from tests.support.draft_heads import MODEL_TYPES, ReferenceHead, write_with_head
 from tests.support.eager import BLOCK_TOKENS, EagerStepper, some_tokens
 from tests.support.examples import examples
+from tests.support.family_models import SPARSE_NEMOTRON
+from tests.support.gguf_heads import write_gguf_with_head
 from tests.support.head_schedules import FEW, DraftedModel, HeadSchedule
 from tests.support.kernels import native_kernels
 from tests.support.paged import PagedRow, attention_batch
@@ -163,6 +166,37 @@ def test_each_proposal_is_that_of_the_reference_for_the_whole_text(
     assert (replica.engine.stats().num_preemptions > 0) == (schedule == "preempted")
 
 
+def test_entries_that_are_computed_late_are_those_of_the_reference(guessing: Guessing) -> None:
+    """With many rows, no drafts are worth their cost, and the head computes nothing. Once most
+    requests have ended, it computes what it lacks."""
+    reference, loaded, head = guessing
+    replica = Replica(
+        loaded,
+        head=head,
+        block_tokens=BLOCK_TOKENS,
+        prefix_cache=False,
+        options={"speculation": "mtp", "draft_width": 2},
+    )
+    for number in range(12):
+        length = 60 if number < 2 else 20
+        prompt = some_tokens(5 + number, number, FEW)
+        replica.add(prompt, replace(GREEDY, max_tokens=length))
+    count = num_late = num_plain = 0
+    while replica.step():
+        executed = replica.steps[-1]
+        starts, row_starts = executed.plan.follow_starts, executed.plan.row_starts
+        if starts is None:
+            num_plain += len(row_starts) > 10
+        else:
+            pairs = zip(starts.tolist(), row_starts.tolist(), strict=True)
+            num_late += sum(0 <= start < row_start for start, row_start in pairs)
+        if executed.result.proposed is not None:
+            count += check_proposals(reference, replica, executed)
+    assert num_plain > 10
+    assert num_late >= 12
+    assert count > 0
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "packed 4 bits"])
 @pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_text"])
 def test_a_quantised_head_has_the_numbers_of_the_dense_one(
@@ -180,6 +214,62 @@ def test_a_quantised_head_has_the_numbers_of_the_dense_one(
         proposed.append([each.tolist() for each in results if each is not None])
     assert proposed[0] == proposed[1]
     assert sum(map(len, proposed[0])) > 40
+
+
+def written_twice(
+    path: Path, model_type: str, hidden: int = 96, **options: Any
+) -> tuple[Path, Path]:
+    """Write a model with few tokens and a random head as safetensors and as a GGUF file, the latter
+    with `options` of `write_gguf`."""
+    changes: dict[str, Any] = dict(SPARSE_NEMOTRON) if model_type == "nemotron_h" else {}
+    changes |= {"vocab_size": FEW, "hidden_size": hidden}
+    theirs = write_with_head(path / "model", model_type, **changes).theirs
+    return path / "model", write_gguf_with_head(
+        path / "model.gguf", path / "model", theirs, tokenizer=few_tokens, **options
+    )
+
+
+def few_tokens(writer: GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab", "c", "d", "e"])
+    writer.add_token_types([1] * FEW)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_head_in_a_gguf_file_proposes_what_it_proposes_in_safetensors(
+    tmp_path: Path, model_type: str
+) -> None:
+    proposed: list[list[list[int]]] = []
+    for path in written_twice(tmp_path, model_type):
+        loaded = load(path)
+        replica = replica_with(loaded, load_own_head(path, loaded))
+        replica.answers(some_prompts(), GREEDY)
+        results = [step.result.proposed for step in replica.steps]
+        proposed.append([each.tolist() for each in results if each is not None])
+    assert proposed[0] == proposed[1]
+    assert sum(map(len, proposed[0])) > 20
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0])
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_text"])
+def test_a_head_stays_packed_as_in_a_gguf_file(
+    tmp_path: Path, model_type: str, kind: GGMLQuantizationType
+) -> None:
+    plain = GGMLQuantizationType.F32
+    wide = ("eh_proj.weight", "ffn_gate.weight", "ffn_up.weight", "attn_q.weight")
+    _, path = written_twice(
+        tmp_path, model_type, 192, kind=lambda name: kind if name.endswith(wide) else plain
+    )
+    loaded = load(path, kernels=native_kernels(), weights="packed")
+    head = load_own_head(path, loaded)
+    columns = head.spec.hidden * 2 * head.spec.hidden
+    assert sum(each.nbytes for each in head.model.weights.projection.tensors()) < 1.2 * columns
+    without, fast = (replica_with(loaded, each) for each in (None, head))
+    assert answers_of(fast, some_prompts()) == answers_of(without, some_prompts())
+    assert fast.engine.stats().num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -46,6 +46,7 @@ from protocol.wire.arrays import Float32, Int32
 from protocol.wire.errors import ServingError
 from protocol.worker.kv import KVCancel, KVFetch, KVReport, KVStore, KVUsed, TierSource
 from protocol.worker.steps import (
+    MAX_HEAD_LAG,
     NO_CHECKPOINT,
     NULL_BLOCK,
     EncodePlan,
@@ -249,7 +250,9 @@ class EchoWorker:
             assert not wanted or (samples and begin >= 0)
             if begin < 0:
                 continue
-            assert begin == start == self.head_ends[slot], "the head needs hidden states of a step"
+            first = max(self.head_starts[slot], start - MAX_HEAD_LAG)
+            assert first <= begin <= start, "the head needs hidden states that are not kept"
+            assert begin <= self.head_ends[slot], "entries of the head are missing"
             end = len(self.tokens[slot]) - 1 if samples else start + count
             self.head_ends[slot] = end
             proposed += self._head_guesses(slot, begin, end, wanted)

@@ -104,6 +104,9 @@ WITH_PATTERN = frozenset({"olmo3", "exaone4"})
 """Model types for which the converter writes a list of the layers that have windows."""
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 STREAM = re.compile(r"(model\.altup_\w*projections)\.\d+\.weight")
+OF_HEAD = re.compile(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)\.weight")
+"""Tensors that only a head for drafts has. The package `gguf` has their names only for some
+architectures."""
 
 
 def write_gguf(
@@ -117,6 +120,7 @@ def write_gguf(
     tokenizer: Callable[[GGUFWriter], None] | None = None,
     skips: str | None = None,
     more: Mapping[str, Array] | None = None,
+    head: Mapping[str, Array] | None = None,
     part_tensors: int = 0,
 ) -> Path:
     """Write a model with the tiny tokenizer, and return `path`.
@@ -130,6 +134,8 @@ def write_gguf(
     tokenizer        adds another tokenizer
     skips            name of a tensor, or a key, that is left out
     more             tensors to add
+    head             tensors of a head for drafts (gguf_heads.py), named like those of one more
+                     layer
     part_tensors     most tensors of a file: the model is split into several ones; 0: it is not
     """
     config: Any = model.config
@@ -148,10 +154,13 @@ def write_gguf(
     kinds = kind if callable(kind) else lambda _: kind
     if config.model_type == "apertus":
         _add_xielu(writer, model)
-    names = get_tensor_name_map(usual, config.num_hidden_layers)
-    for theirs, data in _tensors(model):
-        found = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-        name = theirs if theirs.startswith("blk.") else found
+    names = get_tensor_name_map(usual, config.num_hidden_layers + bool(head))
+    for theirs, data in _tensors(model, head or {}):
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        if theirs.startswith("blk."):
+            name = theirs
+        elif found := OF_HEAD.fullmatch(theirs):
+            name = f"blk.{found[1]}.nextn.{found[2].replace('.', '_')}.weight"
         assert name is not None, theirs
         if name == skips:
             continue
@@ -546,15 +555,15 @@ def _llama3_factors(rope: Mapping[str, float], width: int) -> Array:
     return np.array(factors, np.float32)
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
-    """Yield (name, content) of each tensor. The matrices of a layer's experts become one tensor for
-    each projection."""
+def _tensors(model: Any, head: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    """Yield (name, content) of each tensor, those of the head included. The matrices of a layer's
+    experts become one tensor for each projection."""
     config = model.config
     # The class of Kimi Linear has a head of its own, whatever its config says.
     is_tied = config.tie_word_embeddings and config.model_type != "kimi_linear"
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        weights = load_file(Path(folder) / "model.safetensors")
+        weights = load_file(Path(folder) / "model.safetensors") | dict(head)
     experts: dict[str, list[Array]] = {}
     streams: dict[str, list[Array]] = {}
     for name, data in sorted(weights.items(), key=lambda item: _expert_index(item[0])):

@@ -213,6 +213,7 @@ class Replica:
             state_items=config.state_items,
             num_checkpoints=limits.num_checkpoints,
             checkpoints=None if states is None else states.states,
+            head_hidden=0 if self.head is None else self.head.spec.hidden,
         )
         if limits.num_checkpoints and states is None:
             states = CheckpointMemory(slots.checkpoints[STATE])
@@ -400,9 +401,10 @@ def slot_table(
     state_items: int = 0,
     num_checkpoints: int = 0,
     checkpoints: Tensor | None = None,
+    head_hidden: int = 0,
 ) -> SlotTable:
     num_blocks = -(-max_len // block_tokens) * num_column_blocks(groups)
-    fields = slot_fields(max_len, num_blocks, state_items)
+    fields = slot_fields(max_len, num_blocks, state_items, head_hidden)
     device = torch.device("cpu")
     return new_slots(
         fields,

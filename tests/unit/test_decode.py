@@ -14,6 +14,7 @@ from protocol.engine.sampling import SamplingParams
 from protocol.wire.arrays import Int32
 from protocol.worker.steps import Masks, StepPlan, StepResult
 from tests.support.checkpoints import VOCAB, random_llama, write_directory
+from tests.support.kept_hidden import KeptHidden
 from tests.support.kernels import NAMES, native_kernels
 from tests.support.plans import GREEDY, slot_init, step_plan
 from worker.attention.select import select_attention
@@ -129,6 +130,20 @@ def test_one_call_equals_the_general_path_in_results_slots_and_cache(
     for key in ("token_ids", "len"):
         assert torch.equal(one.components.slots[key], other.components.slots[key])
     assert torch.equal(one.components.cache.rows, other.components.cache.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_call_has_the_hidden_states_of_the_general_path(
+    folder: Path, dtype: torch.dtype
+) -> None:
+    model = load(folder, native_kernels(), dtype)
+    kept = []
+    for runner in both_runners(model, dtype, [GREEDY, DRAWN]):
+        runner.draft_model = proposer = KeptHidden(runner.components.cache)
+        for step in range(1, 4):
+            runner.step(plain_step(step, [1, 0]))
+        kept.append(torch.cat(proposer.kept).float())
+    assert torch.equal(*kept)
 
 
 def test_the_first_of_equally_likely_tokens_is_chosen(folder: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from protocol.engine.sampling import SamplingParams
 from protocol.worker.steps import NO_ADAPTER
 from tests.support.fused_twins import FusedAttention, FusedTwins
+from tests.support.kept_hidden import KeptHidden
 from tests.support.plans import slot_init, step_plan
 from tests.support.pretended_device import DEVICE, PretendedDevice, content
 from tests.support.random_decoder import ROLES, RandomTensors, attention, mlp, model_spec
@@ -179,6 +180,20 @@ def test_a_captured_step_changes_the_same_memory_as_an_eager_one(
             assert not ours[:, 0].any()
         assert content(scenes[1].slots["token_ids"])[0].equal(before)
         assert not [fault for fault in device.faults if "loading" not in fault.line]
+
+
+def test_a_captured_step_has_the_hidden_states_of_an_eager_one() -> None:
+    with PretendedDevice() as device:
+        kept = []
+        for is_captured in (False, True):
+            scene = GraphScene(device, PLAIN, is_captured)
+            scene.runner.draft_model = proposer = KeptHidden(scene.cache)
+            scene.run(GREEDY)
+            kept.append([content(each) for each in proposer.kept])
+        assert device.by_operation["graph"] == 2
+        assert len(kept[0]) == 4
+        for eager, captured in zip(*kept, strict=True):
+            torch.testing.assert_close(eager, captured)
 
 
 def one_adapter(spec: ModelSpec) -> AdapterTable:

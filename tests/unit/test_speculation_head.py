@@ -1,5 +1,5 @@
-"""A model's own head in the engine's plans: it computes each position of its requests once, and no
-answer changes.
+"""A model's own head in the engine's plans: it computes all positions of its requests, in few
+steps, and no answer changes.
 
 The echo worker checks at every step that the entries of all positions that the head has computed
 are there, and that it reads nothing of another request.
@@ -7,11 +7,13 @@ are there, and that it reads nothing of another request.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from engine_core.speculation.draft_policy import RETRY_EVERY
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
+from protocol.worker.steps import MAX_HEAD_LAG
 from tests.support.engines import (
     Bench,
     answer,
@@ -19,6 +21,9 @@ from tests.support.engines import (
     num_requested,
     proposer_computes,
 )
+from tests.support.plans import step_plan
+from worker.batch.batch import read_rows
+from worker.draft.head import read_head_work
 
 PROMPT = [5, 6, 7, 8]
 
@@ -28,15 +33,23 @@ def bench(chance: float = 1.0, **options: object) -> Bench:
     return Bench(**options)  # type: ignore[arg-type]
 
 
-def test_the_head_computes_exactly_the_rows_of_its_request() -> None:
-    """A chunked prompt, and steps with drafts that are right or wrong."""
+def test_the_head_computes_a_prompt_in_the_steps_of_the_model() -> None:
     each = bench(0.6, token_budget=8)
     each.add([*range(30)], max_tokens=30, ignore_eos=True)
     each.run()
-    assert each.plans[0].row_tokens.tolist() == [8]
-    for plan in each.plans:
+    chunks = [plan for plan in each.plans if plan.row_starts.tolist()[0] < 30]
+    assert [plan.row_tokens.tolist() for plan in chunks] == [[8], [8], [8], [6]]
+    for plan in chunks:
         assert plan.follow_starts is not None
         assert plan.follow_starts.tolist() == plan.row_starts.tolist()
+
+
+def test_the_head_computes_an_answer_when_drafts_are_requested() -> None:
+    each = bench(0.6, steps_in_flight=2)
+    each.add([1, 2], max_tokens=200, ignore_eos=True)
+    each.run()
+    follows = [plan.follow_starts is not None for plan in each.plans]
+    assert follows == [num_requested(plan) > 0 for plan in each.plans]
 
 
 def test_a_head_that_is_never_right_stops_and_steps_are_planned_ahead() -> None:
@@ -54,16 +67,28 @@ def test_a_head_that_is_never_right_stops_and_steps_are_planned_ahead() -> None:
     assert num_ahead > 150
 
 
-def test_the_head_follows_without_drafts_while_a_step_is_full() -> None:
-    """Otherwise entries would be missing once the step has fewer rows."""
-    each = bench(1.0, max_slots=60, num_blocks=1025, draft_width=16)
+def test_the_head_computes_all_rows_at_once_before_hidden_states_are_lost() -> None:
+    """The steps between them are plain ones. Drafts follow once the step has fewer rows."""
+    each = bench(1.0, max_slots=60, num_blocks=1025, draft_width=16, max_len=128)
     for n in range(60):
-        each.add([n, 3], max_tokens=4 if n else 30, ignore_eos=True)
+        each.add([n, 3], max_tokens=50 if n else 80, ignore_eos=True)
     each.run()
     crowded = [plan for plan in each.plans if len(plan.row_slots) > 50]
     assert sum(map(num_requested, crowded)) == 0
-    assert all(map(proposer_computes, crowded))
+    decodes = [plan for plan in crowded if plan.num_decodes == len(plan.row_slots)]
+    followed = [plan for plan in decodes if plan.follow_starts is not None]
+    assert 2 <= len(followed) <= len(decodes) / (MAX_HEAD_LAG - 1)
+    for plan in followed:
+        assert plan.follow_starts is not None
+        assert all(start >= 0 for start in plan.follow_starts.tolist())
     assert sum(map(num_requested, each.plans)) > 0
+
+
+@pytest.mark.parametrize("lag", [-1, MAX_HEAD_LAG + 1])
+def test_the_worker_refuses_positions_whose_hidden_states_it_does_not_have(lag: int) -> None:
+    plan = step_plan(rows=[(0, 30, 1, True)], follow={0: (30 - lag, 0)})
+    with pytest.raises(ValueError, match="starts with a row, or at most 16 tokens before"):
+        read_head_work(plan, read_rows(plan), np.array([32]), 64)
 
 
 def test_blocks_are_shared_whether_the_head_has_computed_them_or_not() -> None:

@@ -233,4 +233,4 @@ def test_the_memory_plan_covers_a_mixture_of_experts(dtype: torch.dtype) -> None
     memory = MeasuredMemory()
     model.whole.forward(STEP_TOKENS, KVCache(*shape, dtype, torch.device("cpu")), memory)
     limits = StepLimits(0, STEP_TOKENS, max_drafts=0, planned_tokens=STEP_TOKENS)
-    assert memory.num_bytes <= work_bytes(planned, name, limits) - PROCESS_BYTES
+    assert memory.num_bytes <= work_bytes([planned], name, limits) - PROCESS_BYTES

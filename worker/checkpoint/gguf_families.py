@@ -54,6 +54,8 @@ class GGUFFamily:
     roles: Mapping[str, str] = field(default_factory=dict)
     #: Roles whose names have no ending, besides WITHOUT_ENDING.
     without_ending: tuple[str, ...] = ()
+    #: Roles of the head for drafts whose names differ -> their names after that of its block.
+    head_roles: Mapping[str, str] = field(default_factory=dict)
     #: Whether the rows of each query and key head alternate between the head's two halves, because
     #: llama.cpp's rotary embedding rotates neighbouring items.
     is_interleaved: bool = False
@@ -287,6 +289,7 @@ FAMILIES = {
             config=gguf_mamba.nemotron_h,
             common=gguf_config.of_whole_model,
             roles=NEMOTRON_ROLES,
+            head_roles={"mlp_norm": "post_attention_norm"},
         ),
     ),
     "falcon-h1": GGUFFamily(

@@ -8,6 +8,7 @@ spec. Tensor names and row order are those of llama.cpp's converter.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from worker.checkpoint.gguf_config import LONG_FACTORS, ROPE_FREQS, SHORT_FACTORS, Metadata
@@ -23,11 +24,14 @@ from worker.checkpoint.gguf_names import (
     WITHOUT_ENDING,
 )
 from worker.errors import UnusableModel
+from worker.spec.draft_head import DraftHeadTensors, HeadForm, head_tensors
 from worker.spec.families.registry import find_family
+from worker.spec.matrices import Shape
 from worker.spec.model_spec import MAX_LAYERS, LayerSpec, ModelSpec
 from worker.spec.recurrent import GatedDeltaSpec
 from worker.spec.rope_config import FactorScaling, LinearScaling, RopeConfig
 from worker.spec.tensor_names import RowOrder, TensorNames, neighbour_orders
+from worker.spec.tensors import ModelTensors
 
 NOT_ROTATED = 9e29
 """Factors of rotary frequencies above this mark pairs that are not rotated."""
@@ -77,6 +81,36 @@ def architecture_names(
         stores_decay_factors=True,
         unused=(*_drafts(file, spec), *_unread(spec)),
     )
+
+
+def gguf_draft_head(
+    file: GGUFFile, tensors: ModelTensors, shapes: Mapping[str, Shape]
+) -> DraftHeadTensors | None:
+    """Return the tensors of the model's head for drafts; None if the file has none.
+
+    tensors   the model's
+    shapes    name -> shape of each tensor in the file (tensor_shapes)
+
+    Each layer for drafts is one block after those of the model, even if it has two blocks in other
+    files. The first one is the head. As in llama.cpp, its norm may be that of the model.
+    """
+    spec = tensors.spec
+    form = find_family({"architectures": [spec.architecture]}).draft_head(spec)
+    if form is None:
+        return None
+    layer, norm = f"blk.{spec.num_layers}.", tensors.names.roles["norm"]
+    if (own := f"{layer}nextn.shared_head_norm") + ".weight" in shapes:
+        norm = own
+    form = HeadForm(
+        layers=form.layers,
+        layer=layer,
+        embedding_norm=f"{layer}nextn.enorm",
+        hidden_norm=f"{layer}nextn.hnorm",
+        projection=f"{layer}nextn.eh_proj",
+        norm=norm,
+        roles=gguf_family(file.metadata["general.architecture"]).head_roles,
+    )
+    return head_tensors(spec, tensors.names, form, shapes)
 
 
 def _drafts(file: GGUFFile | None, spec: ModelSpec) -> list[str]:

@@ -33,3 +33,8 @@ class TokenProposer(Protocol):
         columns contradict each other.
         """
         ...
+
+    def keep(self, slots: SlotTable, rows: BatchRows, hidden: Tensor) -> None:
+        """Keep what later steps need of the hidden states [T, hidden] of a step, after it has
+        sampled and after `catch_up`."""
+        ...

@@ -3,10 +3,11 @@
 It is used like a draft model (model.py), with these differences:
 
 - Its entry of a position needs the model's hidden state of the position and the next token. So it
-  computes entries at the end of the step that computes their positions, after the step has sampled,
-  and no hidden state is kept. Entries of positions after wrong drafts are not computed; they are
-  written when the position is computed again.
-- It cannot make up for entries that are missing: those of blocks that came without them from
+  computes entries at the end of a step, after the step has sampled: those of positions of the step,
+  and of the last MAX_HEAD_LAG before it, whose hidden states are kept in the slot. A step in which
+  it has nothing to do is a plain one. Entries of positions after wrong drafts are not computed;
+  they are written when the position is computed again.
+- It cannot make up for other entries that are missing: those of blocks that came without them from
   another engine or a tier, or that a request without drafts has computed. They are zero.
 - The last entry of a block in the prefix cache was made of the next token of the request that
   computed it, and another request may have another token there.
@@ -26,13 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.worker.steps import StepPlan
+from protocol.worker.steps import MAX_HEAD_LAG, StepPlan
 from worker.attention.base import Attention
 from worker.batch.batch import BatchRows, Ints, PlacedTokens, Spans, place
 from worker.device.staging import integers, upload
 from worker.kv.cache import PagedCache
 from worker.models.decoder import DecoderModel
 from worker.models.draft_head import DraftHead
+from worker.slots.fields import HIDDEN
 from worker.slots.table import SlotTable
 
 
@@ -41,7 +43,8 @@ class HeadWork:
     """The head's work in one plan. All arrays are [Q] int64; rows with one entry come first.
 
     starts, ends   positions of the entries; the token after each of them is known
-    firsts         index of the row's first position among the step's tokens
+    row_starts     first position that the step computes
+    firsts         its index among the step's tokens
     wanted         number of tokens to propose after them
     offsets        index of a row's first proposal in the result
     """
@@ -49,6 +52,7 @@ class HeadWork:
     slots: Ints
     starts: Ints
     ends: Ints
+    row_starts: Ints
     firsts: Ints
     wanted: Ints
     offsets: Ints
@@ -71,8 +75,11 @@ def read_head_work(plan: StepPlan, rows: BatchRows, lens: Ints, max_len: int) ->
     follows = starts >= 0
     if (wanted < 0).any() or (wanted[~(follows & samples)] > 0).any():
         raise ValueError(f"step {plan.step}: only rows that sample and use the head have proposals")
-    if (starts != rows.starts)[follows].any():
-        raise ValueError(f"step {plan.step}: the head computes only positions of the step")
+    lags = (rows.starts - starts)[follows]
+    if (lags < 0).any() or (lags > MAX_HEAD_LAG).any():
+        raise ValueError(
+            f"step {plan.step}: the head starts with a row, or at most {MAX_HEAD_LAG} tokens before"
+        )
     ends = np.where(samples, lens - 1, rows.known)
     if (ends >= max_len)[follows].any():
         raise ValueError(f"step {plan.step}: the head needs the token after each position")
@@ -81,7 +88,8 @@ def read_head_work(plan: StepPlan, rows: BatchRows, lens: Ints, max_len: int) ->
         raise ValueError(f"step {plan.step}: the head has no rows")
     at = at[np.argsort(ends[at] - starts[at] != 1, kind="stable")]
     firsts, offsets = rows.ends - rows.counts, wanted.cumsum() - wanted
-    return HeadWork(rows.slots[at], starts[at], ends[at], firsts[at], wanted[at], offsets[at])
+    columns = (rows.slots, starts, ends, rows.starts, firsts, wanted, offsets)
+    return HeadWork(*(column[at] for column in columns))
 
 
 class HeadDrafter:
@@ -114,22 +122,30 @@ class HeadDrafter:
             return None
         counts = work.ends - work.starts
         row_ends = counts.cumsum()
-        inner = np.arange(row_ends[-1]) - np.repeat(row_ends - counts, counts)
         proposing = np.flatnonzero(work.wanted)
         spans = Spans(work.slots, work.starts, counts, int((counts == 1).sum()))
-        placed, (at, last) = place(
-            spans,
-            slots,
-            self.cache.block_tokens,
-            np.repeat(work.firsts, counts) + inner,
-            row_ends[proposing] - 1,
+        placed, (last, *sources) = place(
+            spans, slots, self.cache.block_tokens, row_ends[proposing] - 1, *_sources(work)
         )
-        states = self._compute(
-            _next_tokens(placed, slots), self._model.normed(hidden.index_select(0, at)), placed
-        )
+        read = _read(hidden, slots[HIDDEN].view(-1, hidden.shape[1]), *sources)
+        states = self._compute(_next_tokens(placed, slots), self._model.normed(read), placed)
         if not len(proposing):
             return None
         return self._propose(work, proposing, states.index_select(0, last), slots)
+
+    def keep(self, slots: SlotTable, rows: BatchRows, hidden: Tensor) -> None:
+        """Write the hidden states [T, hidden] of the last positions of each row to its slot. Those
+        of wrong drafts are among them; they are written again before they are read."""
+        counts = np.minimum(rows.counts, MAX_HEAD_LAG)
+        positions = _ranges(rows.known - counts, counts)
+        places = np.repeat(rows.slots, counts) * MAX_HEAD_LAG + positions % MAX_HEAD_LAG
+        kept = slots[HIDDEN].view(-1, hidden.shape[1])
+        if len(places) == len(hidden):
+            (to,) = upload([places], slots.device)
+        else:
+            to, at = upload([places, _ranges(rows.ends - counts, counts)], slots.device)
+            hidden = hidden.index_select(0, at)
+        kept.index_copy_(0, to, hidden.to(kept.dtype))
 
     def _compute(self, tokens: Tensor, hidden: Tensor, placed: PlacedTokens) -> Tensor:
         return self._head(tokens, hidden, placed.attention, self.cache, self._attention)
@@ -156,6 +172,47 @@ class HeadDrafter:
             (at,) = upload([work.offsets[rows] + nth], slots.device)
             proposed.index_copy_(0, at, tokens)
         return proposed
+
+
+def _ranges(starts: Ints, counts: Ints) -> Ints:
+    """Return starts[i], starts[i] + 1, ... of each range, [sum of counts]."""
+    ends = counts.cumsum()
+    return np.arange(counts.sum()) + np.repeat(starts - (ends - counts), counts)
+
+
+def _sources(work: HeadWork) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return where the hidden states of the entries are: indexes among the kept ones of all slots,
+    and the entries that read them; indexes among those of the step, and the other entries."""
+    counts = work.ends - work.starts
+    positions = _ranges(work.starts, counts)
+    inner = positions - np.repeat(work.row_starts, counts)
+    is_kept = inner < 0
+    kept = np.repeat(work.slots, counts) * MAX_HEAD_LAG + positions % MAX_HEAD_LAG
+    new = np.repeat(work.firsts, counts) + inner
+    return (
+        kept[is_kept],
+        np.flatnonzero(is_kept),
+        new[~is_kept],
+        np.flatnonzero(~is_kept),
+    )
+
+
+def _read(
+    hidden: Tensor, kept: Tensor, from_kept: Tensor, old: Tensor, from_step: Tensor, new: Tensor
+) -> Tensor:
+    """Return the hidden states of the entries, [E, hidden].
+
+    hidden   [T, hidden] of the step's tokens
+    kept     [slots * MAX_HEAD_LAG, hidden] of earlier steps
+
+    The others are those of `_sources`.
+    """
+    found = hidden.index_select(0, from_step)
+    if not len(old):
+        return found
+    read = hidden.new_empty((len(old) + len(new), hidden.shape[1]))
+    read.index_copy_(0, old, kept.index_select(0, from_kept).to(read.dtype))
+    return read.index_copy_(0, new, found)
 
 
 def _next_tokens(placed: PlacedTokens, slots: SlotTable) -> Tensor:

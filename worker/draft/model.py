@@ -101,6 +101,9 @@ class DraftModel:
             return None
         return self._propose(work, proposing, self._likeliest(hidden.index_select(0, at)), slots)
 
+    def keep(self, slots: SlotTable, rows: BatchRows, hidden: Tensor) -> None:
+        """Keep nothing: the draft model reads no hidden states."""
+
     def _propose(self, work: CatchUp, rows: Ints, tokens: Tensor, slots: SlotTable) -> Tensor:
         """Return the proposals of all rows. `tokens` [P] are the first proposals of `rows` [P]."""
         proposed = torch.empty(int(work.wanted.sum()), dtype=torch.int64, device=slots.device)

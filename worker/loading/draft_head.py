@@ -8,6 +8,7 @@ import torch
 
 from protocol.config.worker import Activations, WeightForm
 from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.gguf_weights import GGUFWeights
 from worker.checkpoint.huggingface import SafetensorsWeights
 from worker.checkpoint.pinned_ring import copying_to
 from worker.checkpoint.random_weights import RandomWeights
@@ -59,8 +60,9 @@ def load_head(
     form = layout(kernels, "auto" if weights == "both" else weights, dtype, activations)
     with copying_to(device) as copy:
         source: WeightSource = RandomWeights()
-        if header.files is not None:
-            assert not isinstance(header.files, GGUFFile)
+        if isinstance(header.files, GGUFFile):
+            source = GGUFWeights(header.files, copy)
+        elif header.files is not None:
             source = SafetensorsWeights(header.files, own.quantized, copy)
         loaded = load_draft_head(
             own.tensors, source, model.weights, dtype=dtype, device=device, layout=form

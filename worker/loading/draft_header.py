@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.gguf_header import tensor_shapes
 from worker.checkpoint.quantized_layers import QuantizedFiles, QuantizedLayer
-from worker.checkpoint.safetensors_files import DTYPE_BYTES, check_kinds
+from worker.checkpoint.safetensors_files import DTYPE_BYTES, SafetensorsFiles, check_kinds
 from worker.errors import UnusableModel
 from worker.loading.header import AnyHeader, ModelHeader
 from worker.spec.draft_head import DraftHeadTensors
@@ -43,28 +44,35 @@ def read_draft_head(header: AnyHeader) -> DraftHeadHeader:
             f"{_reason(header)}, so --speculation mtp is not possible", remedy=OTHER_METHODS
         )
     files = header.files
-    if files is None:
-        return DraftHeadHeader(tensors, header.kinds, None)
-    assert not isinstance(files, GGUFFile)
-    stored = {name: files.tensors[name] for name, _ in tensors.tensors() if name in files.tensors}
-    shapes = {name: each.shape for name, each in stored.items()}
-    kinds, layers = {name: each.dtype for name, each in stored.items()}, None
     try:
-        if header.quantized is not None:
-            quantized = QuantizedFiles(header.quantized.quantization, tensors, files)
-            layers, shapes = quantized.layers, quantized.shapes()
-            kinds |= {name: layer.kind for name, layer in layers.items()}
-        tensors.check(shapes)
-        check_kinds(kinds, (*DTYPE_BYTES, *PACKED_AS))
+        if isinstance(files, SafetensorsFiles):
+            return _in_safetensors(header, tensors, files)
+        if files is not None:
+            tensors.check(tensor_shapes(files))
     except UnusableModel as error:
         raise UnusableModel(
             f"the head for --speculation mtp cannot be used: {error.message}", remedy=OTHER_METHODS
         ) from error
+    return DraftHeadHeader(tensors, header.kinds, None)
+
+
+def _in_safetensors(
+    header: ModelHeader, tensors: DraftHeadTensors, files: SafetensorsFiles
+) -> DraftHeadHeader:
+    stored = {name: files.tensors[name] for name, _ in tensors.tensors() if name in files.tensors}
+    shapes = {name: each.shape for name, each in stored.items()}
+    kinds, layers = {name: each.dtype for name, each in stored.items()}, None
+    if header.quantized is not None:
+        quantized = QuantizedFiles(header.quantized.quantization, tensors, files)
+        layers, shapes = quantized.layers, quantized.shapes()
+        kinds |= {name: layer.kind for name, layer in layers.items()}
+    tensors.check(shapes)
+    check_kinds(kinds, (*DTYPE_BYTES, *PACKED_AS))
     return DraftHeadHeader(tensors, header.kinds | kinds, layers)
 
 
 def _reason(header: AnyHeader) -> str:
     """Return why no head is found."""
-    if isinstance(header, ModelHeader) and isinstance(header.files, GGUFFile):
-        return "heads for multi-token prediction are not read from GGUF files"
-    return f"the checkpoint {header.name} has no head for multi-token prediction that can be read"
+    is_file = isinstance(header, ModelHeader) and isinstance(header.files, GGUFFile)
+    kind = "file" if is_file else "checkpoint"
+    return f"the {kind} {header.name} has no head for multi-token prediction that can be read"

@@ -19,7 +19,7 @@ from protocol.engine.encoding import EncodingCard
 from protocol.shared.gguf_parts import model_name
 from worker.checkpoint.gguf_config import Metadata
 from worker.checkpoint.gguf_file import GGMLType, GGUFFile, architecture_at_start
-from worker.checkpoint.gguf_header import gguf_names, gguf_spec, tensor_shapes
+from worker.checkpoint.gguf_header import gguf_draft_head, gguf_names, gguf_spec, tensor_shapes
 from worker.checkpoint.gguf_tokenizer import gguf_text
 from worker.checkpoint.quantized_layers import QuantizedFiles
 from worker.checkpoint.safetensors_files import (
@@ -470,7 +470,8 @@ def _gguf_header(path: Path) -> ModelHeader:
             )
     text = gguf_text(Fields(file.metadata, str(path)), spec.vocab_size)
     kinds = {name: info.kind.name for name, info in file.tensors.items()}
-    header = ModelHeader(model_name(path), tensors, file, kinds, text, file.paths)
+    draft = gguf_draft_head(file, tensors, shapes)
+    header = ModelHeader(model_name(path), tensors, file, kinds, text, file.paths, draft_head=draft)
     if ranks:
         head = tensors.head.parts[0]
         return _scoring(header, gguf_scorer(metadata, text.tokenizer, head, spec.hidden))

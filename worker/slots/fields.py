@@ -22,7 +22,7 @@ from protocol.engine.sampling import (
     LogprobsOf,
     SamplingParams,
 )
-from protocol.worker.steps import NULL_BLOCK, SlotInit
+from protocol.worker.steps import MAX_HEAD_LAG, NULL_BLOCK, SlotInit
 from worker.device.staging import integers
 from worker.slots.features import features_of
 from worker.slots.table import RestPolicy, SlotField, Value
@@ -44,13 +44,35 @@ COMPUTED = (
 """Values of `SlotField.written_by`: sampling writes the field, the plan does, or the model does."""
 STATE = "state"
 """Name of the field with the recurrent state."""
+HIDDEN = "hidden"
+"""Name of the field with the hidden states that the model's own head may still need."""
 
 
-def slot_fields(max_len: int, max_blocks: int, state_items: int = 0) -> tuple[SlotField, ...]:
-    """Return all fields, for requests of at most max_len tokens and max_blocks blocks, and for a
-    model whose recurrent state has `state_items` numbers."""
+def slot_fields(
+    max_len: int, max_blocks: int, state_items: int = 0, head_hidden: int = 0
+) -> tuple[SlotField, ...]:
+    """Return all fields, for requests of at most max_len tokens and max_blocks blocks.
+
+    state_items   numbers of the model's recurrent state; 0: it has none
+    head_hidden   numbers of a hidden state that the model's own head reads; 0: no head is used
+    """
     state = [_state(state_items)] if state_items else []
-    return (*_tokens_and_blocks(max_len, max_blocks), *_numbers(), *_lists(), *state)
+    hidden = [_hidden(head_hidden)] if head_hidden else []
+    return (*_tokens_and_blocks(max_len, max_blocks), *_numbers(), *_lists(), *state, *hidden)
+
+
+def _hidden(width: int) -> SlotField:
+    """Return the field of the hidden states of the request's last MAX_HEAD_LAG positions, before
+    the final norm. That of position p is item p % MAX_HEAD_LAG. Zeros stand for positions that were
+    not computed in this slot."""
+    return SlotField(
+        name=HIDDEN,
+        dtype=torch.float32,
+        shape=(MAX_HEAD_LAG * width,),
+        rest=RestPolicy.FILL,
+        init=lambda init: np.empty(0, np.float64),
+        written_by=("HeadDrafter.keep",),
+    )
 
 
 def _state(items: int) -> SlotField:

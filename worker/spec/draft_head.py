@@ -17,14 +17,15 @@ Nemotron-H.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from worker.spec.matrices import FusedMatrix, MatrixPart, NormTensor, Shape
 from worker.spec.model_spec import LayerSpec, ModelSpec
 from worker.spec.tensor_names import TensorNames, with_stacked_experts
 from worker.spec.tensors import ModelTensors
 
-LAYER = "layers.{i}."
+OF_LAYER = "{i}."
+"""End of the part of a tensor's name that says its layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class HeadForm:
     layer            begin of the names of a layer's tensors, in place of the model's
     embedding_norm, hidden_norm, projection, norm
                      names of the other tensors, without endings
+    roles            roles of a layer's tensors whose names are not the model's -> their names
+                     after `layer`
     """
 
     layers: tuple[LayerSpec, ...]
@@ -43,6 +46,7 @@ class HeadForm:
     hidden_norm: str
     projection: str
     norm: str
+    roles: Mapping[str, str] = field(default_factory=dict)
 
 
 def of_qwen(spec: ModelSpec) -> HeadForm | None:
@@ -150,9 +154,9 @@ def head_tensors(
     found   name -> shape of each tensor in the files; None: there are no files
     """
     roles = {
-        role: form.layer + name.partition(LAYER)[2] if LAYER in name else name
+        role: form.layer + name.partition(OF_LAYER)[2] if OF_LAYER in name else name
         for role, name in names.roles.items()
-    }
+    } | {role: form.layer + name for role, name in form.roles.items()}
     spec = replace(spec, layers=form.layers)
     own = replace(names, roles={**roles, "norm": form.norm}, others={})
     tensors = DraftHeadTensors(spec, own, form)

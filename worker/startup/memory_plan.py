@@ -15,14 +15,6 @@ from dataclasses import dataclass
 
 from protocol.config.worker import Activations, WeightForm, WorkerConfig
 from protocol.engine.kv_window import KVGroups, max_request_tokens
-from protocol.engine.sampling import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_SEQUENCES,
-    MAX_BAD_TOKENS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROB_TOKEN_IDS,
-    MAX_STOP_TOKEN_IDS,
-)
 from protocol.tools.start_facts import GIB, ModelPlan
 from worker.errors import NotEnoughMemory, UnusableModel
 from worker.kv.budget import FREE_SHARE, KVDemand, in_gib, kv_budget, round_down
@@ -38,11 +30,12 @@ from worker.spec.architectures import (
     request_state_bytes,
     state_bytes,
 )
+from worker.spec.draft_head import DraftHeadTensors
 from worker.spec.facts import ModelFacts
 from worker.spec.kv_blocks import BlockLayers
 from worker.spec.layer_tensors import LayerTensors
 from worker.spec.matrices import FusedMatrix, MatrixPart
-from worker.spec.model_spec import MlpSpec, ModelSpec
+from worker.spec.model_spec import ModelSpec
 from worker.spec.step_limits import StepLimits, step_limits
 from worker.spec.tensors import ModelTensors
 from worker.startup.gpu_memory import (
@@ -52,7 +45,7 @@ from worker.startup.gpu_memory import (
     reserve_bytes,
 )
 from worker.startup.kv_window import kv_groups, kv_window
-from worker.startup.selection_memory import selection_bytes
+from worker.startup.step_memory import SLOT_NUMBERS, kept_hidden_bytes, proposing_bytes, step_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 STORED_AS = {kind: kind for kind in sizes.BLOCK_FORMATS} | quantization.PACKED_AS
@@ -61,13 +54,6 @@ DENSE_FORMATS = {"bfloat16": sizes.BF16, "float32": sizes.F32}
 PROCESS_BYTES = 256 << 20
 """Memory of all processes without a model. It was measured with a model of a few thousand weights,
 and excludes file pages."""
-LOGITS_COPIES = 3
-"""Float32 copies of a step's logits: raw, processed, and as probabilities."""
-GATHERED_COPIES = 2
-"""Further copies in a tensor parallel group, whose ranks gather their parts of the logits."""
-SLOT_NUMBERS = MAX_ALLOWED_TOKEN_IDS + MAX_BAD_SEQUENCES + MAX_BAD_TOKENS + MAX_STOP_TOKEN_IDS
-SLOT_NUMBERS += 2 * MAX_LOGIT_BIAS + MAX_LOGPROB_TOKEN_IDS
-"""Four-byte numbers per slot, besides its tokens and block table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +132,11 @@ def plan_memory(
     weights = sum(weights_bytes(each, dtype) for each in models)
     limits = step_limits(options, is_gpu=device != "cpu")
     limits = fitting_limits(model.spec, limits, options, free_bytes - weights)
-    step = work_bytes(model, dtype, limits)
+    step = work_bytes(models, dtype, limits)
     checkpoints = num_checkpoints(model.spec, limits, free_bytes - weights - step)
     demand = _demand(options, models, dtype, limits)
     demand = demand.with_states(checkpoints, [each.spec for each in models])
-    work = _total_work_bytes(options, model, dtype, demand, free_bytes - weights)
+    work = _total_work_bytes(options, models, dtype, demand, free_bytes - weights)
     one_state = request_state_bytes(model.spec)
     states = one_state * (limits.max_slots + checkpoints)
     expanded = sorted({kind for each in models for kind in expanded_kinds(each)})
@@ -228,11 +214,15 @@ def _least_free_bytes(options: WorkerConfig, block_bytes: int, device: str) -> i
 
 
 def _total_work_bytes(
-    options: WorkerConfig, model: AnyPlanned, dtype: str, demand: KVDemand, free_bytes: int
+    options: WorkerConfig,
+    models: Sequence[AnyPlanned],
+    dtype: str,
+    demand: KVDemand,
+    free_bytes: int,
 ) -> int:
     """Return the memory of a step, of the slots, checkpoints and adapters, in bytes. `free_bytes`
     is what the weights leave."""
-    work = work_bytes(model, dtype, demand.limits)
+    model, work = models[0], work_bytes(models, dtype, demand.limits)
     # Slots hold a request's tokens, and no request is longer than the cache can serve.
     longest = max_request_tokens(
         options.max_len or demand.context_tokens,
@@ -398,61 +388,21 @@ def block_bytes(
     )
 
 
-def work_bytes(model: AnyPlanned, dtype: str, limits: StepLimits) -> int:
+def work_bytes(models: Sequence[AnyPlanned], dtype: str, limits: StepLimits) -> int:
     """Return the bytes of working memory. They are for the processes, for the slots without their
-    tokens, and for a step or for loading, whichever needs more."""
-    spec = model.spec
-    num_tokens, max_slots = limits.planned_tokens, limits.max_slots
-    slots = 4 * max_slots * SLOT_NUMBERS
-    widths = 4 * spec.hidden + _inner_widths(spec)
+    tokens, and for a step or for loading, whichever needs more. The models of a step run one after
+    the other."""
+    model, item = models[0], DTYPE_BYTES[dtype]
+    slots = 4 * limits.max_slots * SLOT_NUMBERS + state_bytes(model.spec, limits)
     is_shared = isinstance(model, PlannedModel) and model.tensors.share is not None
-    copies = LOGITS_COPIES + GATHERED_COPIES * is_shared
-    logits = copies * max_slots * spec.vocab_size
-    step = 4 * (num_tokens * widths + logits)
-    step += num_tokens * (_expert_bytes(spec, DTYPE_BYTES[dtype]) + _rounded_bytes(spec))
-    step += selection_bytes(spec, DTYPE_BYTES[dtype])
-    slots += state_bytes(spec, limits)
-    return PROCESS_BYTES + slots + max(step, _loading_bytes(model, dtype))
-
-
-def _inner_widths(spec: ModelSpec | TransformersSpec) -> int:
-    """Return how many intermediate values a layer's attention and MLP hold for one token."""
-    if isinstance(spec, TransformersSpec):
-        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        return heads + 3 * spec.inner
-    heads = max((each.work_width for each in spec.attentions), default=0)
-    widest = max((each.work_width for each in spec.recurrents), default=0)
-    inner = (sum(map(_mlp_width, layer.mlps)) for layer in spec.layers)
-    table = spec.layer_inputs.width * spec.num_layers if spec.layer_inputs else 0
-    streams = spec.altup.work_streams * spec.hidden if spec.altup else 0
-    return max(heads, widest) + 3 * max(inner) + 3 * table + streams
-
-
-def _mlp_width(mlp: MlpSpec) -> int:
-    """Return how many intermediate values an MLP has for one token."""
-    return mlp.intermediate * mlp.top_k + mlp.shared + 2 * mlp.latent
-
-
-def _expert_bytes(spec: ModelSpec | TransformersSpec, item: int) -> int:
-    """Return the bytes that a mixture of experts needs for one token, in addition to
-    `_inner_widths`: scores, gathered inputs, and results in float32 (models/whole_step.py)."""
-    if isinstance(spec, TransformersSpec):
-        return 0
-    mlps = [mlp for mlp in spec.mlps if mlp.num_experts > 1]
-    assigned = max((mlp.top_k * (mlp.latent or spec.hidden) for mlp in mlps), default=0)
-    scores = max((mlp.num_experts for mlp in mlps), default=0)
-    return scores * item + assigned * (item + DTYPE_BYTES["float32"])
-
-
-def _rounded_bytes(spec: ModelSpec | TransformersSpec) -> int:
-    """Return the bytes that the input of a linear needs for one token once it is rounded to eight
-    bits: the integers, the scales and sums of the groups, and the remainders of some groups."""
-    if isinstance(spec, TransformersSpec):
-        return 0
-    heads = (each.q_width for each in spec.attentions)
-    mixed = (each.output_width for each in spec.recurrents)
-    inner = (max(mlp.intermediate, mlp.shared, mlp.latent) for mlp in spec.mlps)
-    return 2 * max(spec.hidden, *heads, *mixed, *inner)
+    steps = [step_bytes(model.spec, item, limits, is_shared=is_shared)]
+    for other in models[1:]:
+        is_head = isinstance(other, PlannedModel) and isinstance(other.tensors, DraftHeadTensors)
+        steps.append(proposing_bytes(other.spec, item, limits, model.spec.hidden, is_head=is_head))
+        if is_head:
+            slots += kept_hidden_bytes(model.spec.hidden, limits.max_slots)
+    loading = max(_loading_bytes(each, dtype) for each in models)
+    return PROCESS_BYTES + slots + max(*steps, loading)
 
 
 def _loading_bytes(model: AnyPlanned, dtype: str) -> int:

@@ -160,7 +160,7 @@ class ProfileRun:
 
     max_len        longest request that the server could accept, in tokens
     num_entries    blocks in a column of a block table
-    has_draft      whether the runner has a draft model
+    has_draft      whether the runner has a draft model or head
     """
 
     limits: StepLimits
@@ -171,11 +171,13 @@ class ProfileRun:
     has_draft: bool
     #: Numbers of a recurrent state; 0: the model has none.
     state_items: int = 0
+    #: Numbers of a hidden state that the model's own head reads; 0: it has none.
+    head_hidden: int = 0
 
     def slot_fields(self) -> tuple[SlotField, ...]:
         """Return the fields of the slots that the runner needs."""
         num_blocks = self._columns(self._width) * self.num_entries
-        return slot_fields(self._width, num_blocks, self.state_items)
+        return slot_fields(self._width, num_blocks, self.state_items, self.head_hidden)
 
     def run(self, runner: Runner) -> None:
         """Run the steps in free slots, with generations from 0 on. The slots of the last step stay

@@ -36,6 +36,7 @@ from worker.startup.gpu_memory import GpuMemory, gpu_kv_budget, reserve_bytes
 from worker.startup.kv_window import kv_groups, kv_window, reason_against_groups
 from worker.startup.profile_run import CACHE_BLOCKS, CudaAllocator, ProfileRun, measure
 from worker.startup.runner_parts import RunnerParts
+from worker.startup.step_memory import kept_hidden_bytes
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def reserve_memory(
     if device.type == "cpu":
         free = free_bytes(device) // config.local_size
         free -= kept_bytes(config, loaded.spec, dtype) + state_bytes(loaded.spec, limits)
+        free -= kept_hidden_bytes(parts.head_hidden, limits.max_slots)
         checkpoints = num_checkpoints(loaded.spec, limits, free)
         free -= 4 * checkpoints * loaded.spec.state_items
         demand = demand.with_states(checkpoints, specs)
@@ -118,7 +120,7 @@ def reserve_memory(
     caches = make_caches(budget.num_blocks, SharedMemory(num_bytes) if is_shared else None)
     columns = -(-budget.max_len // config.block_tokens)
     num_blocks = columns * num_column_blocks(groups)
-    fields = slot_fields(budget.max_len, num_blocks, loaded.spec.state_items)
+    fields = slot_fields(budget.max_len, num_blocks, loaded.spec.state_items, parts.head_hidden)
     others = [*parts.weights, caches, parts.attentions, parts.adapters]
     sizes, states = (limits.max_slots, checkpoints), None
     if checkpoints and is_shared:
@@ -163,6 +165,7 @@ def measured_memory(
             num_entries=caches[0].num_entries,
             has_draft=len(caches) > 1,
             state_items=parts.models[0].spec.state_items,
+            head_hidden=parts.head_hidden,
         )
         slots = SlotTable(profile.slot_fields(), limits.max_slots, device, num_checkpoints=1)
         profile.run(parts.runner(slots, caches))

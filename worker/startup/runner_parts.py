@@ -42,6 +42,11 @@ class RunnerParts:
         return specs if self.head is None else [*specs, self.head.spec]
 
     @property
+    def head_hidden(self) -> int:
+        """Return the numbers of a hidden state that the head reads; 0: there is no head."""
+        return 0 if self.head is None else self.head.spec.hidden
+
+    @property
     def weights(self) -> list[object]:
         """Return everything that holds weights."""
         return [*(model.model for model in self.models), self.head]

@@ -66,6 +66,11 @@ class PlainDecode(Protocol):
         [R] int64 each, in the device's memory."""
         ...
 
+    def hidden(self, num_rows: int) -> Tensor:
+        """Return the hidden states [R, hidden] of the step of R = `num_rows` rows that was just
+        computed, before the final norm. They are valid until the next call."""
+        ...
+
 
 @dataclass(slots=True)
 class DecodeCall:
@@ -137,6 +142,10 @@ class DecodeFastPath:
 
     def places(self, rows: BatchRows) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(rows.slots), torch.from_numpy(rows.known)
+
+    def hidden(self, num_rows: int) -> Tensor:
+        assert self._call is not None, "a step must run first"
+        return self._call.hidden.view(num_rows, -1)
 
     def _prepared(self, count: int) -> DecodeCall:
         whole, table, memory = self._whole, self._slots, PassMemory()

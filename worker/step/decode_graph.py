@@ -133,11 +133,13 @@ class CapturedBucket:
 
     inputs    [3, B] int64, see `padded_rows`
     logits    [B, V] float32, which `forward` computes; the same memory in all buckets
+    hidden    [B, hidden], which `forward` computes; the same memory in all buckets
     choice    the most likely tokens, which `choose` computes and appends
     """
 
     inputs: Tensor
     logits: Tensor
+    hidden: Tensor
     choice: TokenChoice
     forward: Replay
     choose: Replay
@@ -166,6 +168,8 @@ class GraphDecode:
         self._sizes = np.array(bucket_sizes(slots.max_slots))
         #: [max_slots, V] float32, which all buckets share: only the last step's logits are valid.
         self._logits: Tensor | None = None
+        #: [max_slots, hidden], shared in the same way.
+        self._hidden: Tensor | None = None
         self._buckets: dict[int, CapturedBucket] = {}
         self._bucket: CapturedBucket | None = None
 
@@ -220,6 +224,10 @@ class GraphDecode:
         slots, _, places = self._bucket.inputs[:, : len(rows.slots)]
         return slots, places
 
+    def hidden(self, num_rows: int) -> Tensor:
+        assert self._bucket is not None, "a step must run first"
+        return self._bucket.hidden[:num_rows]
+
     def _captured(self, size: int) -> CapturedBucket:
         table, device = self._slots, self._slots.device
         inputs = torch.zeros(3, size, dtype=torch.int64, device=device)
@@ -238,9 +246,12 @@ class GraphDecode:
             )
             hidden = self._model(token_ids, batch, self._cache, self._attention)
             logits = self._model.logits(hidden)
-            if self._logits is None:  # the first run is that of the largest bucket
-                self._logits = torch.empty_like(logits)
-            results[:] = [self._logits[:size].copy_(logits)]
+            if self._logits is None or self._hidden is None:  # the first run: the largest bucket
+                self._logits, self._hidden = torch.empty_like(logits), torch.empty_like(hidden)
+            results[:] = [
+                shared[:size].copy_(each)
+                for shared, each in ((self._logits, logits), (self._hidden, hidden))
+            ]
 
         def choose() -> None:
             choice = most_likely(results[0])
@@ -249,7 +260,8 @@ class GraphDecode:
             choices[:] = [choice]
 
         forward_again, choose_again = self._capture(forward), self._capture(choose)
-        return CapturedBucket(inputs, results[0], choices[0], forward_again, choose_again)
+        logits, hidden = results
+        return CapturedBucket(inputs, logits, hidden, choices[0], forward_again, choose_again)
 
 
 def reason_against_graphs(model: StepModel | RowModel, attention: Attention) -> str:

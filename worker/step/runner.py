@@ -127,6 +127,7 @@ class Runner:
             decode = self._decode_for(plan, rows, adapters)
             if decode is not None:
                 sampled = self._run_decode(decode, rows, adapters, plan, receive_masks)
+                hidden = decode.hidden(len(rows.slots))
             else:
                 batch = build_batch(
                     plan,
@@ -144,6 +145,8 @@ class Runner:
                 if states is not None and states.has_drafts:
                     states.accept(_num_accepted(rows, sampled))
                 proposed = self._run_draft_model(plan, batch, sampled, hidden)
+            if self.draft_model is not None:
+                self.draft_model.keep(self._slots, rows, hidden)
         return PendingStep.start_readback(
             plan.step, started, readback, sampled, prompt_columns, proposed
         )
