@@ -1,6 +1,6 @@
 """Speed of speculative decoding: the gain on repetitive text, and the cost on other text.
 
-    python -m tests.benchmarks.draft_speed [--turns N]
+    python -m tests.benchmarks.draft_speed [--turns N] [--heads]
 
 Starts two servers with the default model, one without drafts and one with n-grams, and sends both
 the same requests in short turns, so that the load of a shared machine affects both alike. Each pair
@@ -8,30 +8,39 @@ of turns gives two ratios: one of elapsed time, and one of the CPU time of all p
 which does not grow while other programs use the cores. Prints the median and the middle half of
 each. Also measures, in one process, the cost of a draft model that is hardly ever right (the model
 itself without most of its layers), and the engine's own CPU time for drafts.
+
+With `--heads`, measures only models with heads for multi-token prediction, in one process: a dense
+model and a mixture of experts, with random weights, whose heads are always right.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import msgspec
 import psutil
+import torch
 from tokenizers import Tokenizer
 
 from protocol.engine.sampling import SamplingParams
 from protocol.engine.stats import EngineStats
 from protocol.sdk.client import Client
+from tests.support.draft_heads import write_with_head
 from tests.support.drafted import replica_of
 from tests.support.engine_view import EngineView
 from tests.support.engines import Bench, guess_with_accuracy
+from tests.support.kernels import native_kernels
 from tests.support.model import smollm2_gguf
-from tests.support.replica import Replica, load
+from tests.support.replica import Replica, load, load_own_head
 from tests.support.server import Server
 from worker.loading.decoder import LoadedModel
 from worker.models.decoder import DecoderModel
@@ -40,6 +49,19 @@ TURNS = 24
 TOKENS = 48
 STREAMS = (1, 4)
 DRAFT_LAYERS = 2
+HEAD_STREAMS = (1, 8)
+HEAD_VOCAB = 4096
+HEADS: dict[str, dict[str, int]] = {
+    "qwen3_5_text": {"hidden_size": 768, "intermediate_size": 2048},
+    "glm4_moe": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "moe_intermediate_size": 384,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 4,
+    },
+}
+"""Model type -> sizes of its layers: a dense model, and a mixture of experts."""
 COMMON = ("--max-len", "1024", "--max-slots", "8", "--poison-slots", "off", "--threads", "1")
 COPY = "<|im_start|>user\nRepeat this word for word: {}<|im_end|>\n<|im_start|>assistant\n{}"
 TEXT = "The ship left the harbour at dawn, and the gulls went with it as far as the lighthouse. "
@@ -90,7 +112,7 @@ def compare(
     chance = random.Random(1)
     took: dict[DraftSide, list[tuple[float, float]]] = {plain: [], fast: []}
     before = plain.stats(), fast.stats()
-    for turn in range(turns):
+    for turn in range(turns + 1):  # the first one warms up
         prompts = load_.prompts(chance, streams)
         params = msgspec.structs.replace(load_.params, seed=turn)
         for side in (plain, fast) if turn % 2 else (fast, plain):
@@ -103,12 +125,15 @@ def compare(
     right = after[1].num_accepted_tokens - before[1].num_accepted_tokens
     by_time, by_cpu = (
         [one[clock] / other[clock] for one, other in zip(took[plain], took[fast], strict=True)][1:]
-        for clock in (0, 1)  # the first turn warms up
+        for clock in (0, 1)
     )
+    assert load_.params.max_tokens is not None
+    tokens = turns * streams * load_.params.max_tokens
+    speeds = [tokens / sum(elapsed_s for elapsed_s, _ in took[side][1:]) for side in (plain, fast)]
     print(
         f"{name}, {load_.name}, {streams} streams: tokens/s x {_middle(by_time)}, tokens per CPU "
-        f"second x {_middle(by_cpu)}; steps {steps[0]} -> {steps[1]}; "
-        f"{right} of {drafts} drafts right",
+        f"second x {_middle(by_cpu)}; {speeds[0]:.0f} -> {speeds[1]:.0f} tokens/s; "
+        f"steps {steps[0]} -> {steps[1]}; {right} of {drafts} drafts right",
         flush=True,
     )
 
@@ -178,6 +203,32 @@ def measure_draft_model(loaded: LoadedModel, kinds: Sequence[DraftLoad], turns: 
             compare(name, load_, streams, turns, in_process(plain), in_process(fast))
 
 
+def measure_heads(turns: int) -> None:
+    """Compare models with and without their heads, which are always right. The models are those of
+    tests, with larger layers, on one thread."""
+    torch.set_num_threads(1)
+    load_ = DraftLoad(
+        "any text",
+        lambda chance, count: [
+            [chance.randrange(HEAD_VOCAB) for _ in range(20)] for _ in range(count)
+        ],
+        SamplingParams(temperature=0, max_tokens=2 * TOKENS, ignore_eos=True),
+    )
+    for model_type, sizes in HEADS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            write_with_head(path, model_type, is_right=True, vocab_size=HEAD_VOCAB, **sizes)
+            loaded = load(path, torch.bfloat16, kernels=native_kernels(), weights="packed")
+            head = load_own_head(path, loaded)
+        cost = head.read_bytes / loaded.card.weights_bytes
+        options: dict[str, Any] = {"steps_in_flight": 2, "is_timed": True, "num_blocks": 256}
+        plain = replica_of(loaded, "none", **options)
+        fast = replica_of(loaded, "mtp", head=head, draft_cost=cost, **options)
+        for streams in HEAD_STREAMS:
+            name = f"head of cost {cost:.2f}, {model_type}"
+            compare(name, load_, streams, turns, in_process(plain), in_process(fast))
+
+
 def num_weights(loaded: LoadedModel) -> int:
     assert isinstance(loaded.model, DecoderModel)
     return sum(tensor.numel() for tensor in loaded.model.weights.tensors())
@@ -215,7 +266,12 @@ def measure_bookkeeping(rows: int = 8, tokens: int = 400) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.draft_speed")
     parser.add_argument("--turns", type=int, default=TURNS, help="measurements of each setting")
-    turns = parser.parse_args().turns
+    parser.add_argument("--heads", action="store_true", help="measure models with heads only")
+    args = parser.parse_args()
+    turns = args.turns
+    if args.heads:
+        measure_heads(turns)
+        return
     measure_bookkeeping()
     loaded = load(smollm2_gguf())
     kinds = loads(Tokenizer.from_buffer(loaded.card.tokenizer))

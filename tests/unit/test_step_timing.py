@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,9 @@ from torch import Tensor
 from protocol.config.worker import WorkerConfig
 from protocol.tools.bench import PARTS, StepBench
 from protocol.worker.steps import WorkerReady
+from tests.support.draft_heads import write_with_head
+from tests.support.kernels import native_kernels
+from tests.support.replica import load
 from tests.support.tiny_checkpoint import write_tiny_llama
 from worker.attention.select import select_attention
 from worker.benchmark.parts import PartsClock, TimedPart
@@ -23,7 +27,14 @@ from worker.benchmark.steps import StepBenchmark, worker_config
 from worker.kv.cache import KVCache
 from worker.layers.linear import Dense
 from worker.loading.decoder import load_model
-from worker.models.autotune import RowTime, dense_from, in_words, step_costs
+from worker.models.autotune import (
+    RowTime,
+    dense_from,
+    distinct_experts,
+    in_words,
+    mixture_costs,
+    step_costs,
+)
 from worker.models.autotune_cache import ROWS, row_times
 from worker.slots.fields import slot_fields
 from worker.slots.table import SlotTable
@@ -194,6 +205,38 @@ def test_fewer_rows_never_cost_more() -> None:
     """The time for one row is larger than that for two, because other work disturbed it."""
     times = table((1, 9, None), (2, 3, None), (4, 5, None))
     assert step_costs(times, layers=1) == [(1, 3), (2, 3), (4, 5)]
+
+
+@pytest.mark.parametrize(("rows", "number"), [(1, 2.0), (2, 3.5), (3, 4.625), (1000, 8.0)])
+def test_more_rows_choose_more_experts_until_all_are_chosen(rows: int, number: float) -> None:
+    """Each row chooses two of eight."""
+    assert distinct_experts(8, 2, rows) == pytest.approx(number)
+
+
+def test_a_step_with_experts_costs_as_much_as_the_experts_that_it_reads() -> None:
+    """Two of ten layers have no experts. A row of an expert takes one second, and each further one
+    the hundredth part."""
+    expert = table((1, 1, None), (101, 2, None))
+    others = table((1, 1, None), (2, 1, None), (400, 3, None))
+    costs = mixture_costs(expert, others, num_experts=8, top_k=2, mixtures=8, layers=10)
+    first, second, last = (seconds for _, seconds in costs)
+    assert first == pytest.approx(10 + 8 * 2)
+    assert second == pytest.approx(10 + 8 * 3.5 * (1 + (4 / 3.5 - 1) / 100))
+    assert last == pytest.approx(30 + 8 * 8 * (1 + (100 - 1) / 100))
+
+
+def test_a_mixture_of_experts_is_measured(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "hidden_size": 192,
+        "moe_intermediate_size": 384,
+        "n_routed_experts": 16,
+    }
+    write_with_head(tmp_path, "glm4_moe", **changes)
+    loaded = load(tmp_path, kernels=native_kernels(), weights="packed")
+    assert [rows for rows, _ in loaded.step_costs] == list(ROWS)
+    seconds = [cost for _, cost in loaded.step_costs]
+    assert seconds[0] > 0
+    assert seconds == sorted(seconds)
 
 
 class CountedLinear(Dense):

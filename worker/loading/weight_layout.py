@@ -28,9 +28,10 @@ from worker.kv.budget import FREE_SHARE
 from worker.layers.embedding import Embedding
 from worker.layers.hybrid_linear import NEVER, HybridLinear
 from worker.layers.linear import Dense, HeadLinears, Linear
+from worker.layers.mlp import ExpertMlp
 from worker.loading.layouts import DenseLayout, Matrix, WeightLayout
-from worker.models.autotune import dense_from, in_words, step_costs
-from worker.models.autotune_cache import ROWS, row_times
+from worker.models.autotune import dense_from, in_words, mixture_costs, step_costs
+from worker.models.autotune_cache import example_input, row_times
 from worker.models.compiled import is_fitting
 from worker.models.decoder import DecoderLayer, DecoderWeights
 from worker.spec import kernel_sizes as sizes
@@ -180,8 +181,8 @@ def settle(
     steps use dense weights, and read the dense copies.
 
     Return (rows, seconds) for each measured number of rows: the time that all linears take in a
-    step. Return [] if nothing was measured: not on a CPU, a mixture of experts, a first layer with
-    only one block, or too small.
+    step. Return [] if nothing was measured: not on a CPU, a first layer with only one block, or too
+    small. Models with mixtures of experts are never dense.
 
     folder   directory that caches the measurements; None disables the cache
     """
@@ -191,7 +192,11 @@ def settle(
     is_measured = weights.embedding.device.type == "cpu" and num_weights >= LEAST_WEIGHTS
     costs: list[tuple[int, float]] = []
     from_rows = NEVER
-    if is_measured and is_typical(first.spec):
+    last = weights.layers[-1]
+    if isinstance(last.mlp, ExpertMlp):
+        if weights.embedding.device.type == "cpu" and not last.spec.has_one_block:
+            costs = _mixture_costs(weights, last.mlp, dtype, kernels, folder)
+    elif is_measured and is_typical(first.spec):
         twice = [each for each in layer if isinstance(each, HybridLinear)]
         may_be = len(twice) == len(layer) and may_be_dense(twice, dtype, len(weights.layers))
         inputs = _inputs(spec, dtype)
@@ -207,6 +212,46 @@ def settle(
         log.debug("linears of a step: %s", in_words(table))
     _settle(weights, from_rows)
     return costs
+
+
+def _mixture_costs(
+    weights: DecoderWeights,
+    mixture: ExpertMlp,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    folder: Path | None,
+) -> list[tuple[int, float]]:
+    """Measure the last layer, whose MLP is `mixture`. Return (rows, seconds) as `settle` does; []
+    if some of the linears are not packed, or too small."""
+    layer, expert = weights.layers[-1], mixture.experts[0]
+    of_experts = {id(each) for each in mixture.experts}
+    linears = [
+        _packed(getattr(owner, name))
+        for owner, name in layer.linears
+        if id(owner) not in of_experts
+    ]
+    of_expert = [_packed(getattr(owner, name)) for owner, name in expert.linears]
+    packed_ones = [[each for each in part if each is not None] for part in (of_expert, linears)]
+    num_weights = mixture.spec.num_experts * sum(each.num_weights for each in packed_ones[0])
+    if None in (*linears, *of_expert) or num_weights < LEAST_WEIGHTS:
+        return []
+    tables = []
+    for part in packed_ones:
+        inputs = [example_input(each.matrix.inputs, dtype) for each in part]
+        of = map(str, _circumstances(part, inputs, dtype, kernels, may_be=False))
+        tables.append(row_times([*of], part, None, inputs, folder))
+    return mixture_costs(
+        *tables,
+        num_experts=mixture.spec.num_experts,
+        top_k=mixture.spec.top_k,
+        mixtures=sum(isinstance(each.mlp, ExpertMlp) for each in weights.layers),
+        layers=len(weights.layers),
+    )
+
+
+def _packed(linear: Linear) -> PackedLinear | None:
+    packed = linear.packed if isinstance(linear, HybridLinear) else linear
+    return packed if isinstance(packed, PackedLinear) else None
 
 
 def is_typical(layer: LayerSpec) -> bool:
@@ -261,10 +306,7 @@ def _linears(layer: DecoderLayer) -> list[Linear]:
 
 
 def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
-    """Return an input for each linear of the first layer, whose values do not repeat.
-
-    They are not random, because `torch.Generator` needs the postponed part of torch.
-    """
+    """Return an input for each linear of the first layer."""
     layer = spec.layers[0]
     assert layer.mlp is not None
     widths = [spec.hidden, *_mixed_widths(layer, spec.hidden), spec.hidden, layer.mlp.intermediate]
@@ -272,7 +314,7 @@ def _inputs(spec: ModelSpec, dtype: torch.dtype) -> list[Tensor]:
         widths += [spec.hidden, spec.layer_inputs.width]
     if layer.laurel is not None:
         widths += [spec.hidden, layer.laurel]
-    return [torch.arange(max(ROWS) * w).sin().view(max(ROWS), w).to(dtype) for w in widths]
+    return [example_input(width, dtype) for width in widths]
 
 
 def _mixed_widths(layer: LayerSpec, hidden: int) -> list[int]:

@@ -6,7 +6,9 @@ measured numbers of rows are interpolated linearly.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -55,6 +57,48 @@ def step_costs(table: Sequence[RowTime], layers: int) -> list[tuple[int, float]]
         least = min(least, seconds * layers)
         costs.append((time.rows, least))
     return costs[::-1]
+
+
+def distinct_experts(num_experts: int, top_k: int, rows: int) -> float:
+    """Return the expected number of different experts that `rows` rows choose, if each row chooses
+    `top_k` of them and no expert is more likely than another."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** rows)
+
+
+def mixture_costs(
+    expert: Sequence[RowTime],
+    others: Sequence[RowTime],
+    *,
+    num_experts: int,
+    top_k: int,
+    mixtures: int,
+    layers: int,
+) -> list[tuple[int, float]]:
+    """Return (rows, seconds) for each table entry, of the linears of all layers of a model with
+    mixtures of experts. More rows read more experts, until all are read.
+
+    expert, others      times of the linears of one expert, and of a layer's linears besides those
+                        of experts, for the same numbers of rows
+    num_experts, top_k  experts of a layer, and how many of them a row chooses
+    mixtures, layers    number of layers with experts, and of all layers
+    """
+    costs = []
+    for time in others:
+        chosen = distinct_experts(num_experts, top_k, time.rows)
+        of_experts = chosen * _interpolated(expert, time.rows * top_k / chosen)
+        costs.append((time.rows, layers * time.packed_s + mixtures * of_experts))
+    least = list(accumulate((cost for _, cost in reversed(costs)), min))[::-1]
+    return [(rows, cost) for (rows, _), cost in zip(costs, least, strict=True)]
+
+
+def _interpolated(table: Sequence[RowTime], rows: float) -> float:
+    """Return the time of packed weights for a number of rows, which need not be whole."""
+    right = min(bisect_left(table, rows, key=lambda time: time.rows), len(table) - 1)
+    if not right or rows >= table[right].rows:
+        return table[right].packed_s
+    fewer, more = table[right - 1], table[right]
+    part = (rows - fewer.rows) / (more.rows - fewer.rows)
+    return fewer.packed_s + part * (more.packed_s - fewer.packed_s)
 
 
 def in_words(table: Sequence[RowTime]) -> str:

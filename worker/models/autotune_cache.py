@@ -86,6 +86,14 @@ def measure(
     return table
 
 
+def example_input(width: int, dtype: torch.dtype) -> Tensor:
+    """Return an input [max(ROWS), width] of a linear, whose values do not repeat.
+
+    They are not random, because `torch.Generator` needs the postponed part of torch.
+    """
+    return torch.arange(max(ROWS) * width).sin().view(max(ROWS), width).to(dtype)
+
+
 def _seconds(linears: Sequence[Linear], inputs: Sequence[Tensor], cold: Tensor) -> float:
     """Return the CPU seconds of the linears, divided by the number of threads."""
     cold.add_(1)
