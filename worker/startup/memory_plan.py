@@ -15,14 +15,7 @@ from dataclasses import dataclass
 
 from protocol.config.worker import Activations, WeightForm, WorkerConfig
 from protocol.engine.kv_window import KVGroups, max_request_tokens
-from protocol.engine.sampling import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_SEQUENCES,
-    MAX_BAD_TOKENS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROB_TOKEN_IDS,
-    MAX_STOP_TOKEN_IDS,
-)
+from protocol.engine.sampling import MAX_LIST_ITEMS
 from protocol.tools.start_facts import GIB, ModelPlan
 from worker.errors import NotEnoughMemory, UnusableModel
 from worker.kv.budget import FREE_SHARE, KVDemand, in_gib, kv_budget, round_down
@@ -65,8 +58,7 @@ LOGITS_COPIES = 3
 """Float32 copies of a step's logits: raw, processed, and as probabilities."""
 GATHERED_COPIES = 2
 """Further copies in a tensor parallel group, whose ranks gather their parts of the logits."""
-SLOT_NUMBERS = MAX_ALLOWED_TOKEN_IDS + MAX_BAD_SEQUENCES + MAX_BAD_TOKENS + MAX_STOP_TOKEN_IDS
-SLOT_NUMBERS += 2 * MAX_LOGIT_BIAS + MAX_LOGPROB_TOKEN_IDS
+SLOT_NUMBERS = MAX_LIST_ITEMS
 """Four-byte numbers per slot, besides its tokens and block table."""
 
 
