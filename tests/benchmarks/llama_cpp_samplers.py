@@ -3,9 +3,10 @@
     python -m tests.benchmarks.llama_cpp_samplers DIRECTORY
 
 DIRECTORY is a checkout of llama.cpp, or `vendor/llama.cpp` of the source package of
-llama-cpp-python (tried with 0.3.36). Its samplers are compiled into a library (a minute, with a C++ compiler). Both
-sides get the same VECTORS vectors of logits and the same earlier tokens. Prints for each setting
-the largest difference of a probability, and exits with 1 if one exceeds MAX_DIFFERENCE.
+llama-cpp-python (tried with 0.3.36). Its samplers are compiled into a library, which takes a minute
+with a C++ compiler. Both sides get the same VECTORS vectors of logits and the same earlier tokens.
+Prints for each setting the largest difference of a probability, and exits with 1 if one exceeds
+MAX_DIFFERENCE.
 
 XTC is compared with probability 1 only, since the random numbers differ.
 """
