@@ -23,10 +23,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
-from protocol.engine.sampling import FILTERS, DryBreaker, SamplingParams, filter_order
+from protocol.engine.sampling import (
+    DryBreaker,
+    FilterName,
+    PenaltyName,
+    SamplingParams,
+    filter_order,
+)
 from tests.support.sampled_rows import RowRequest, bind_rows
 from worker.sampling.logits import process_logits
 from worker.sampling.sampler import drawn_from
@@ -48,7 +53,9 @@ extern "C" llama_sampler * dry_sampler(float multiplier, float base, int32_t all
 }
 """
 """Makes the sampler of DRY without a vocabulary, which llama.cpp's C interface needs."""
-LLAMA_CPP_ORDER = ["penalties", "dry", *FILTERS[1:], "temperature"]
+LLAMA_CPP_ORDER: list[PenaltyName | FilterName] = [
+    *("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+]
 BREAKERS = [DryBreaker([3]), DryBreaker([1, 4], [2])]
 SETTINGS = [
     SamplingParams(typical_p=0.9),
@@ -124,7 +131,7 @@ class LlamaCppSamplers:
         self, logits: Sequence[float], tokens: Sequence[int], params: SamplingParams
     ) -> Tensor:
         """Return the probability of each token [V] after the samplers of `params`."""
-        data = (Candidate * len(logits))(*((i, x, 0.0) for i, x in enumerate(logits)))
+        data = (Candidate * len(logits))(*(Candidate(i, x, 0.0) for i, x in enumerate(logits)))
         found = Candidates(data, len(logits), -1, False)
         # llama.cpp cannot make a sampler of DRY that is off in this way.
         penalties = ["penalties", "dry"] if params.dry_multiplier else ["penalties"]
@@ -227,8 +234,7 @@ def main() -> int:
     worst, least = 0.0, 1.0
     with tempfile.TemporaryDirectory() as folder:
         theirs = LlamaCppSamplers(parser.parse_args().checkout, Path(folder))
-        for setting in SETTINGS:
-            params = replace(setting, samplers=setting.samplers or [*LLAMA_CPP_ORDER[:2], *FILTERS])
+        for params in SETTINGS:
             expected = torch.stack(
                 [
                     theirs.probabilities(row, text, params)
@@ -238,7 +244,7 @@ def main() -> int:
             difference = (our_probabilities(logits, texts, params) - expected).abs().max().item()
             change = (plain - expected).abs().max().item()
             worst, least = max(worst, difference), min(least, change)
-            print(f"{difference:.1e} of {change:.1e}  {described(setting)}", flush=True)
+            print(f"{difference:.1e} of {change:.1e}  {described(params)}", flush=True)
     print(f"{len(SETTINGS)} settings, {VECTORS} vectors of {VOCAB:,} logits each: {worst:.1e}")
     return int(worst > MAX_DIFFERENCE or least < MAX_DIFFERENCE)
 

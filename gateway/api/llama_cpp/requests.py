@@ -36,6 +36,7 @@ from protocol.engine.sampling import (
 from protocol.wire.errors import InvalidRequest
 
 SamplerText = Annotated[str, Meta(max_length=64)]
+AnySamplers = SamplerText | Annotated[list[SamplerText], Meta(max_length=32)]
 USUAL_ORDER: list[PenaltyName | FilterName] = [
     *("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 ]
@@ -90,7 +91,7 @@ class LlamaCompletionBody(SamplingFields, frozen=True, kw_only=True):
     stream: bool | None = None
     n_predict: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     repeat_penalty: RepetitionPenalty | None = None
-    samplers: SamplerText | Annotated[list[SamplerText], Meta(max_length=32)] | None = None
+    samplers: AnySamplers | None = None  # type: ignore[assignment]  # here also other spellings
     stop: Stop | None = None
     grammar: Any = None
     json_schema: Any = None
@@ -115,7 +116,7 @@ class LlamaCompletionBody(SamplingFields, frozen=True, kw_only=True):
             raise unsupported("mirostat")
         fields = {name: getattr(self, name) for name in _COPIED}
         return OpenEndedCompletion(
-            prompt=self.prompt,
+            prompt=self.prompt if isinstance(self.prompt, str) else [*self.prompt],
             max_tokens=None if self.n_predict == -1 else self.n_predict,
             repetition_penalty=self.repeat_penalty or self.repetition_penalty,
             samplers=samplers_of(self.samplers),

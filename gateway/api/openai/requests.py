@@ -63,6 +63,7 @@ MAX_PRIORITY = 1 << 31
 
 BadText = Annotated[str, Meta(min_length=1, max_length=1024)]
 BreakerText = Annotated[str, Meta(min_length=1, max_length=40)]
+BreakerTexts = Annotated[list[BreakerText], Meta(max_length=MAX_BREAKER_TEXTS)]
 BiasText = Annotated[str, Meta(min_length=1, max_length=1024)]
 BiasPair = tuple[TokenId | BiasText, BiasValue | bool]
 BiasPairs = Annotated[list[BiasPair], Meta(max_length=MAX_LOGIT_BIAS)]
@@ -223,9 +224,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     dry_base: DryBase | None = None
     dry_allowed_length: DryAllowedLength | None = None
     dry_penalty_last_n: DryPenaltyLastN | None = None
-    dry_sequence_breakers: (
-        Annotated[list[BreakerText], Meta(max_length=MAX_BREAKER_TEXTS)] | None
-    ) = None
+    dry_sequence_breakers: BreakerTexts | None = None
     samplers: Samplers | None = None
     logit_bias: LogitBias | BiasPairs | None = None
     stop_token_ids: StopTokenIds | None = None

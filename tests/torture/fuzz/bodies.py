@@ -207,7 +207,10 @@ RECORDED: dict[str, list[Any]] = {
     **{path: [RERANK] for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
     "/v1/score": [SCORE, {"queries": ["a", "b"], "documents": ["c", "d"]}],
     "/score": [{"data_1": "a", "data_2": "b"}],
-    "/tokenize": [{"prompt": "hi", "add_special_tokens": True, "return_token_strs": True}],
+    "/tokenize": [
+        {"prompt": "hi", "add_special_tokens": True, "return_token_strs": True},
+        {"content": "hi", "add_special": True, "with_pieces": True},
+    ],
     "/detokenize": [{"tokens": [104, 105], "model": "scripted"}],
     FILES: [FORM],
     f"{BATCHES}/batch_1/cancel": [{}],
