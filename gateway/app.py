@@ -19,6 +19,7 @@ from gateway.api.batches import batch_routes, file_routes
 from gateway.api.batches.runner import BatchRunner
 from gateway.api.encode import routes as encode
 from gateway.api.infill import routes as infill
+from gateway.api.llama_cpp import routes as llama_cpp
 from gateway.api.ollama import embed_routes as ollama_embed
 from gateway.api.ollama import routes as ollama
 from gateway.api.ollama.responses import error_body as ollama_error_body
@@ -102,6 +103,7 @@ ROUTES: tuple[Route, ...] = (
     *encode.routes,
     *tokens.routes,
     *infill.routes,
+    *llama_cpp.routes,
     *ollama.routes,
     *ollama_embed.routes,
     *rendering.routes,

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import tokenizers
 
+from gateway.text.breakers import FIELD, MAX_CACHED, find_breakers
 from gateway.text.codec import ByteCodec, codec_of
 from gateway.text.detokenizer import (
     ByteDetokenizer,
@@ -28,6 +29,7 @@ from gateway.text.detokenizer import (
     WindowState,
 )
 from protocol.engine.model_card import ModelCard
+from protocol.engine.sampling import DryBreaker
 from protocol.wire.errors import ContextExcess, ContextTooLong, InvalidRequest, ServingError
 
 Offload = Callable[[Callable[[], list[int]]], list[int]]
@@ -74,6 +76,9 @@ class Tokenizer:
         #: Return a token's `token_text` and its `token_bytes` as a list. The list is cached, so it
         #: must not be changed.
         self.spelling = lru_cache(MAX_SPELLINGS)(self._spelling)
+        #: Return the sequence breakers of DRY for a tuple of texts (gateway/text/breakers.py). The
+        #: sequence is cached, so it must not be changed.
+        self.breakers = lru_cache(MAX_CACHED)(self._breakers)
 
     def _make_tables(self, codec: ByteCodec) -> dict[bool, TokenTable]:
         """Return the table for each value of `skip_special_tokens`."""
@@ -214,6 +219,13 @@ class Tokenizer:
         if self._tables is not None:
             return self._tables[False][token_id]
         return self._inner.decode([token_id], skip_special_tokens=False).encode()
+
+    def _breakers(self, texts: tuple[str, ...]) -> Sequence[DryBreaker]:
+        return find_breakers(
+            texts,
+            map(self.token_bytes, range(self._vocab_size)),
+            lambda text: self.encode(text, False, param=FIELD),
+        )
 
     def _spelling(self, token_id: int) -> tuple[str, list[int]]:
         data = self.token_bytes(token_id)

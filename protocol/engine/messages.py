@@ -31,7 +31,7 @@ from protocol.engine.usage import Usage as Usage
 from protocol.wire.arrays import Float32, Int32
 from protocol.wire.errors import ErrorInfo
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_TIMEOUT_S = 86400.0

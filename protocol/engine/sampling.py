@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,7 @@ from protocol.wire.field_errors import with_field
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_BIAS = 100
 MAX_BAD_WORDS = 128
 """Most bad words in a request, as its user writes them."""
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
@@ -30,7 +31,30 @@ MAX_BAD_TOKENS = 1024
 """Most tokens in all these sequences together."""
 MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_BREAKERS = 128
+"""Most elements of `dry_breakers`."""
+MAX_BREAKER_HEADS = 1 << 14
+"""Most heads in all breakers together. About 4,000 of the 150,000 tokens of Qwen3 contain one of
+the four characters that are breakers by default."""
+MAX_BREAKER_TAIL = 31
+"""Most tokens of a breaker after its head."""
+MAX_TAIL_TOKENS = 1024
+"""Most tokens in the tails of all breakers together."""
+MAX_LIST_ITEMS = (
+    MAX_ALLOWED_TOKEN_IDS
+    + MAX_BAD_SEQUENCES
+    + MAX_BAD_TOKENS
+    + MAX_BREAKER_HEADS
+    + MAX_TAIL_TOKENS
+    + 2 * MAX_BREAKERS
+    + 2 * MAX_LOGIT_BIAS
+    + MAX_LOGPROB_TOKEN_IDS
+    + MAX_STOP_TOKEN_IDS
+)
+"""Most numbers in all lists of a request together."""
 MAX_TOKENS = 1 << 24
+MAX_XTC_THRESHOLD = 0.5
+"""Largest threshold of XTC with an effect: two tokens cannot both have a larger probability."""
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 MaxTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
@@ -45,13 +69,41 @@ RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
-BiasValue = Annotated[float, Meta(ge=-100, le=100)]
+BiasValue = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 LogitBias = Annotated[dict[TokenId, BiasValue], Meta(max_length=MAX_LOGIT_BIAS)]
 BadWord = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BAD_TOKENS)]
 BadWords = Annotated[list[BadWord], Meta(max_length=MAX_BAD_SEQUENCES)]
 AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
+TypicalP = Annotated[float, Meta(gt=0, le=1)]
+TopNSigma = Annotated[float, Meta(ge=-1, le=100)]
+DynatempRange = Annotated[float, Meta(ge=0, le=2)]
+DynatempExponent = Annotated[float, Meta(ge=0, le=10)]
+XtcProbability = Annotated[float, Meta(ge=0, le=1)]
+XtcThreshold = Annotated[float, Meta(ge=0, le=1)]
+DryMultiplier = Annotated[float, Meta(ge=0, le=100)]
+DryBase = Annotated[float, Meta(ge=1, le=100)]
+DryAllowedLength = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+DryPenaltyLastN = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]
+PenaltyName = Literal["penalties", "dry"]
+FilterName = Literal["temperature", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc"]
+Samplers = Annotated[list[PenaltyName | FilterName], Meta(max_length=16)]
+"""The samplers of a request in the order in which they are applied, by llama.cpp's names."""
+FILTERS: tuple[str, ...] = get_args(FilterName)
+"""All filters, in the order in which they are applied if a request has no `samplers`."""
+PENALTIES: tuple[str, ...] = get_args(PenaltyName)
+"""The samplers that change logits by the tokens so far. They are applied before all filters."""
 LogprobsOf = Literal["model", "sampling", "both"]
 LogprobTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)]
+
+
+class DryBreaker(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sequence breakers of DRY: each of the heads, followed by the tail, is one."""
+
+    heads: Annotated[list[TokenId], Meta(max_length=MAX_BREAKER_HEADS)]
+    tail: Annotated[list[TokenId], Meta(max_length=MAX_BREAKER_TAIL)] = []
+
+
+DryBreakers = Annotated[list[DryBreaker], Meta(max_length=MAX_BREAKERS)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -70,6 +122,29 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     #: 0 or -1: off.
     top_k: TopK = 0
     min_p: MinP = 0.0
+    #: Keep the tokens whose surprise is nearest to the entropy, of this mass. 1: off.
+    typical_p: TypicalP = 1.0
+    #: Keep logits within this many standard deviations of the largest one. 0 or less: off.
+    top_n_sigma: TopNSigma = 0.0
+    #: The temperature varies by up to this amount with the entropy. 0: off.
+    dynatemp_range: DynatempRange = 0.0
+    dynatemp_exponent: DynatempExponent = 1.0
+    #: Probability that, at a token, all tokens with a probability of at least `xtc_threshold` are
+    #: excluded except the least likely of them. 0: off. A threshold above 0.5: off.
+    xtc_probability: XtcProbability = 0.0
+    xtc_threshold: XtcThreshold = 0.1
+    #: A token that would continue a repeated sequence of n tokens loses dry_multiplier *
+    #: dry_base ** (n - dry_allowed_length), if n is at least dry_allowed_length. 0: off.
+    dry_multiplier: DryMultiplier = 0.0
+    dry_base: DryBase = 1.75
+    dry_allowed_length: DryAllowedLength = 2
+    #: Number of latest tokens, prompt included, in which DRY finds repetitions. -1: all.
+    dry_penalty_last_n: DryPenaltyLastN = -1
+    #: Sequences of tokens over which no repetition continues.
+    dry_breakers: DryBreakers = []
+    #: The samplers to apply, in this order; those that are not listed are off. The penalties and
+    #: "dry" must be listed before the filters. None: all, in the order of FILTERS.
+    samplers: Samplers | None = None
     frequency_penalty: AdditivePenalty = 0.0
     presence_penalty: AdditivePenalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
@@ -109,8 +184,22 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
             )
         if sum(map(len, self.bad_words)) > MAX_BAD_TOKENS:
             raise ValueError(f"bad_words must not be more than {MAX_BAD_TOKENS} tokens together")
+        if self.dry_breakers:
+            self._check_breakers()
+        if self.samplers is not None:
+            check_samplers(self.samplers)
         if self.logprobs_of != "model":
             self._check_logprobs_of()
+
+    def _check_breakers(self) -> None:
+        if sum(len(each.heads) for each in self.dry_breakers) > MAX_BREAKER_HEADS:
+            raise ValueError(
+                f"dry_breakers must not have more than {MAX_BREAKER_HEADS:,} heads together"
+            )
+        if sum(len(each.tail) for each in self.dry_breakers) > MAX_TAIL_TOKENS:
+            raise ValueError(
+                f"dry_breakers must not have more than {MAX_TAIL_TOKENS:,} tokens in their tails"
+            )
 
     def _check_logprobs_of(self) -> None:
         if self.logprobs is None and not self.logprob_token_ids:
@@ -126,10 +215,66 @@ _FLOATS = (
     "temperature",
     "top_p",
     "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "xtc_probability",
+    "xtc_threshold",
+    "dry_multiplier",
+    "dry_base",
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",
 )
+
+
+_OFF: dict[str, dict[str, float]] = {
+    "penalties": {
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+    },
+    "dry": {"dry_multiplier": 0.0},
+}
+"""Sampler that is not a filter -> the values of its parameters that switch it off."""
+
+
+def check_samplers(samplers: Sequence[str]) -> None:
+    """Raise ValueError if a sampler is listed twice, or a filter before a penalty."""
+    for place, name in enumerate(samplers):
+        if name in samplers[:place]:
+            raise ValueError(f"samplers must not list {name!r} twice")
+        if name in PENALTIES and any(other not in PENALTIES for other in samplers[:place]):
+            raise ValueError(
+                f"samplers must list {name!r} before all filters: penalties are applied to the "
+                "logits of all tokens"
+            )
+
+
+def listed_only(params: SamplingParams) -> SamplingParams:
+    """Return `params` with the penalties switched off that their `samplers` do not list."""
+    if params.samplers is None:
+        return params
+    off = [values for name, values in _OFF.items() if name not in params.samplers]
+    changes = {name: value for values in off for name, value in values.items()}
+    return msgspec.structs.replace(params, **changes) if changes else params
+
+
+def filter_order(params: SamplingParams) -> list[str] | None:
+    """Return the filters of a request in the order in which they are applied. None: the request is
+    greedy, or only temperature, top_k, top_p and min_p are applied, in this order."""
+    if params.temperature == 0:
+        return None
+    if params.samplers is not None:
+        return [name for name in params.samplers if name not in PENALTIES]
+    is_used = (
+        params.typical_p < 1
+        or params.top_n_sigma > 0
+        or params.dynatemp_range > 0
+        or (params.xtc_probability > 0 and params.xtc_threshold <= MAX_XTC_THRESHOLD)
+    )
+    return list(FILTERS) if is_used else None
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
@@ -138,6 +283,11 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("logprob_token_ids", params.logprob_token_ids),
+        *(
+            (f"dry_breakers[{i}].{part}", ids)
+            for i, each in enumerate(params.dry_breakers)
+            for part, ids in (("heads", each.heads), ("tail", each.tail))
+        ),
         *((f"bad_words[{i}]", word) for i, word in enumerate(params.bad_words)),
     ):
         check_token_ids(ids, vocab_size, field)

@@ -32,6 +32,7 @@ APIS: dict[str, tuple[dict[str, Any], str]] = {
     "/api/chat": ({"model": "scripted", "messages": HI}, "options.num_predict"),
     "/api/generate": ({"model": "scripted", "prompt": "hi"}, "options.num_predict"),
     TOKENS: ({"token_ids": [104, 105]}, "sampling_params.max_tokens"),
+    "/completion": ({"prompt": "hi"}, "n_predict"),
     "/infill": ({"input_prefix": "hi", "input_suffix": "!"}, "n_predict"),
 }
 """Path -> (a body, the field that limits the answer). A fragment tells two bodies of one path."""

@@ -37,6 +37,8 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TEXT_ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "tokenize": ("/tokenize", {"prompt": "hi"}),
+    "tokenize content": ("/tokenize", {"content": "hi"}),
+    "apply template": ("/apply-template", {"messages": HI}),
     "tokenize chat": ("/tokenize", {"messages": HI}),
     "detokenize": ("/detokenize", {"tokens": [1]}),
     "chat tokens": ("/v1/chat/completions/input_tokens", {"messages": HI}),

@@ -19,7 +19,7 @@ from msgspec.structs import replace as changed
 
 from protocol.engine.grammar import Body, ChoiceGrammar, Grammar, Regex
 from protocol.engine.messages import Output
-from protocol.engine.sampling import SamplingParams
+from protocol.engine.sampling import DryBreaker, SamplingParams
 from protocol.wire.arrays import Int32
 from protocol.worker.steps import StepResult
 from tests.support.adapters import random_adapter
@@ -71,6 +71,26 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
     (
         SamplingParams(
             temperature=1.4, top_p=0.6, logprob_token_ids=[7, 8], logprobs=2, logprobs_of="both"
+        ),
+        None,
+    ),
+    (SamplingParams(temperature=1.5, typical_p=0.4, logprobs=3, logprobs_of="both"), None),
+    (SamplingParams(temperature=1.9, top_n_sigma=0.8, top_k=60), None),
+    (SamplingParams(dynatemp_range=1.0, dynatemp_exponent=0.3, top_p=0.9), None),
+    (SamplingParams(temperature=1.5, xtc_probability=0.6, xtc_threshold=0.02, min_p=0.01), None),
+    (SamplingParams(temperature=2.0, top_k=30, min_p=0.2, samplers=["min_p", "temperature"]), None),
+    (SamplingParams(temperature=0.0, dry_multiplier=3.0, dry_allowed_length=1), None),
+    (
+        SamplingParams(
+            temperature=0.3,
+            dry_multiplier=2.0,
+            dry_base=3.0,
+            dry_allowed_length=0,
+            dry_penalty_last_n=9,
+            dry_breakers=[
+                DryBreaker([*range(0, 97, 9)]),
+                *(DryBreaker([*range(1, 97, 7)], [token]) for token in range(0, 97, 5)),
+            ],
         ),
         None,
     ),

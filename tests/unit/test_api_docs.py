@@ -20,6 +20,8 @@ from gateway.api.encode.requests import (
 )
 from gateway.api.infill.requests import InfillBody
 from gateway.api.infill.responses import InfillAnswer, StopType
+from gateway.api.llama_cpp.requests import LlamaCompletionBody
+from gateway.api.llama_cpp.responses import LlamaCompletionAnswer
 from gateway.api.ollama.requests import (
     OllamaChatBody,
     OllamaEmbedBody,
@@ -139,6 +141,18 @@ def test_every_field_and_member_of_infill_is_listed() -> None:
     assert found["field"] == fields_of(InfillBody)
     assert found["member"] == fields_of(InfillAnswer) - {"ignored_params"}
     assert set(get_args(StopType)) <= words(page("infill"))
+
+
+def test_every_field_and_member_of_llama_cpps_completion_is_listed() -> None:
+    found = rows(section("llama-cpp", "/completion"))
+    assert found["field"] == fields_of(LlamaCompletionBody)
+    assert found["member"] == fields_of(LlamaCompletionAnswer) - fields_of(InfillAnswer)
+
+
+def test_every_route_of_llama_cpp_is_listed() -> None:
+    routes = {f"{op.method.upper()} {op.rule}" for op in operations() if op.tag == "llama.cpp"}
+    shared = {"POST /tokenize", "POST /detokenize"}
+    assert rows(page("llama-cpp").partition("## ")[0])["route"] == routes | shared
 
 
 def test_the_page_of_infill_has_the_tokens_of_every_family() -> None:

@@ -71,11 +71,24 @@ def test_given_parameters_are_sent_to_the_engine() -> None:
         "prompt_logprobs": 1,
         "allowed_token_ids": [15, 16],
         "logprob_token_ids": [17],
+        "typical_p": 0.5,
+        "top_n_sigma": 1.5,
+        "dynatemp_range": 0.25,
+        "dynatemp_exponent": 2.0,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+        "dry_multiplier": 0.5,
+        "dry_base": 2.0,
+        "dry_allowed_length": 3,
+        "dry_penalty_last_n": 64,
+        "samplers": ["penalties", "dry", "min_p", "temperature"],
     }
-    assert {*fields, "seed", "bad_words"} == set(SamplingParams.__struct_fields__)
-    sampling = {**fields, "n": 2, "seed": 9, "bad_words": ["b"]}
+    assert {*fields, "seed", "bad_words", "dry_breakers"} == set(SamplingParams.__struct_fields__)
+    sampling = {**fields, "n": 2, "seed": 9, "bad_words": ["b"], "dry_sequence_breakers": [":"]}
     params = SamplingParams(
-        **(fields | {"logit_bias": {5: -1.5}}), bad_words=[ids_of("b"), ids_of(" b")]
+        **(fields | {"logit_bias": {5: -1.5}}),
+        bad_words=[ids_of("b"), ids_of(" b")],
+        dry_breakers=list(PLAIN.tokenizer.breakers((":",))),
     )
     ask = prepare.to_request(body_of(sampling), PLAIN)
     assert ask.prompt_ids == [72, 105]

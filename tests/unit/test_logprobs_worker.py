@@ -280,6 +280,9 @@ def logprobs_of_one_token(*requests: SamplingParams) -> list[TokenLogprobs]:
         SamplingParams(top_p=0.5, logprobs=20),
         SamplingParams(top_k=3, logprobs=20),
         SamplingParams(min_p=0.3, logprobs=4, bad_words=[[31]]),
+        SamplingParams(temperature=1.5, typical_p=0.6, logprobs=4),
+        SamplingParams(top_n_sigma=2.0, xtc_probability=1.0, xtc_threshold=0.02, logprobs=4),
+        SamplingParams(temperature=0.5, min_p=0.2, samplers=["min_p", "temperature"], logprobs=4),
     ],
 )
 def test_sampling_logprobs_are_the_distribution_after_every_parameter(params):

@@ -19,7 +19,7 @@ from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
-from protocol.engine.sampling import SamplingParams, check_vocabulary
+from protocol.engine.sampling import DryBreaker, SamplingParams, check_vocabulary
 from protocol.process.process_state import num_oom_kills
 from protocol.wire import errors, sockets
 from protocol.wire.arrays import Float32, Int32, UInt8
@@ -85,6 +85,24 @@ def is_leaf(kind: Any) -> bool:
     )
 
 
+@pytest.mark.parametrize(
+    "breakers",
+    [
+        [DryBreaker([7] * 16_385)],
+        [DryBreaker([7], [7] * 32)],
+        [DryBreaker([-1])],
+        [DryBreaker([1])] * 129,
+        [DryBreaker([7] * 8_193)] * 2,
+        [DryBreaker([7], [7] * 31)] * 34,
+    ],
+)
+def test_breakers_have_bounds(breakers: list[DryBreaker]) -> None:
+    good = SamplingParams(dry_breakers=[DryBreaker([7] * 8_192), DryBreaker([7] * 8_192, [5] * 31)])
+    assert msgspec.convert(msgspec.to_builtins(good), SamplingParams) == good
+    with pytest.raises(msgspec.ValidationError, match="dry_breakers"):
+        msgspec.convert({"dry_breakers": msgspec.to_builtins(breakers)}, SamplingParams)
+
+
 def test_an_unknown_code_is_the_engines_fault() -> None:
     error = errors.error_from(errors.ErrorInfo(code="from_the_future", message="?"))
     assert isinstance(error, errors.EngineError)
@@ -114,6 +132,21 @@ def test_an_unknown_code_is_the_engines_fault() -> None:
         ),
         ("allowed_token_ids", [None, [0], [3] * 1024], [[], [-1], [3] * 1025]),
         ("logprob_token_ids", [[], [7] * 128], [[-1], [7] * 129]),
+        ("typical_p", [0.001, 1], [0, 1.1, math.nan]),
+        ("top_n_sigma", [-1, 0, 100], [-1.1, 101, math.nan]),
+        ("dynatemp_range", [0, 2], [-0.1, 2.1, math.nan]),
+        ("dynatemp_exponent", [0, 10], [-0.1, 10.1, math.nan]),
+        ("xtc_probability", [0, 1], [-0.1, 1.1, math.nan]),
+        ("xtc_threshold", [0, 1], [-0.1, 1.1, math.nan]),
+        ("dry_multiplier", [0, 100], [-0.1, 101, math.nan]),
+        ("dry_base", [1, 100], [0.9, 101, math.nan]),
+        ("dry_allowed_length", [0, 1 << 24], [-1, 1 << 25]),
+        ("dry_penalty_last_n", [-1, 0, 1 << 24], [-2, 1 << 25]),
+        (
+            "samplers",
+            [None, [], ["xtc", "temperature"], ["dry", "penalties", "min_p"]],
+            [["best"], ["top_k", "top_k"], ["top_k", "dry"], ["xtc"] * 17],
+        ),
     ],
 )
 def test_every_number_has_its_bounds(field: str, good: list[Any], bad: list[Any]) -> None:

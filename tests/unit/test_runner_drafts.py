@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from protocol.engine.sampling import SamplingParams
+from protocol.engine.sampling import DryBreaker, SamplingParams
 from protocol.wire.arrays import Int32
 from protocol.worker.steps import StepResult
 from tests.support.plans import GREEDY, slot_init, step_plan
@@ -40,6 +40,12 @@ SPECS = [
     SamplingParams(temperature=1.2, logit_bias={3: 6.0, 50: 5.5}, logprobs=4),
     SamplingParams(temperature=1.4, top_p=0.6, logprob_token_ids=[7, 8], logprobs_of="both"),
     SamplingParams(temperature=1.2, top_k=9, logprobs=4, logprobs_of="sampling"),
+    SamplingParams(temperature=1.5, typical_p=0.4, logprobs=4, logprobs_of="sampling"),
+    SamplingParams(temperature=1.3, xtc_probability=0.5, xtc_threshold=0.02, top_n_sigma=1.5),
+    SamplingParams(temperature=1.0, dynatemp_range=0.8, samplers=["min_p", "temperature"]),
+    SamplingParams(
+        temperature=0.7, dry_multiplier=2.0, dry_allowed_length=1, dry_breakers=[DryBreaker([5])]
+    ),
 ]
 
 

@@ -15,7 +15,7 @@ from gateway.api.tokens.requests import GenerateBody, GenerateSampling
 from gateway.http.body import decode
 from gateway.text.tokenizer import Tokenizer
 from protocol.engine.model_card import SamplingDefaults
-from protocol.engine.sampling import SamplingParams
+from protocol.engine.sampling import DryBreaker, SamplingParams
 from protocol.wire.errors import InvalidRequest
 from tests.support.scripted_engine import scripted_card
 
@@ -49,7 +49,10 @@ def without_none(annotation: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "absent"),
-    [(requests.CompletionBody, {"logprobs_of"}), (GenerateSampling, set())],
+    [
+        (requests.CompletionBody, {"logprobs_of", "dry_breakers"}),
+        (GenerateSampling, {"dry_breakers"}),
+    ],
 )
 def test_sampling_fields_are_bounded_as_the_engine_bounds_them(
     kind: type[msgspec.Struct], absent: set[str]
@@ -57,8 +60,57 @@ def test_sampling_fields_are_bounded_as_the_engine_bounds_them(
     ours = get_type_hints(kind, include_extras=True)
     theirs = get_type_hints(SamplingParams, include_extras=True)
     assert set(theirs) - set(ours) == absent
-    for name in set(theirs) - absent - {"bad_words"}:  # texts here, tokens there
+    for name in set(theirs) - absent - {"bad_words", "logit_bias"}:  # also texts here
         assert without_none(ours[name]) == without_none(theirs[name]), name
+
+
+def test_samplers_of_llama_cpp_are_sent_to_the_engine() -> None:
+    fields: dict[str, Any] = {
+        "typical_p": 0.5,
+        "top_n_sigma": 1.5,
+        "dynatemp_range": 0.25,
+        "dynatemp_exponent": 2.0,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+        "dry_multiplier": 0.5,
+        "dry_base": 2.0,
+        "dry_allowed_length": 3,
+        "dry_penalty_last_n": 64,
+        "samplers": ["dry", "xtc", "temperature"],
+    }
+    assert choices_of(chat_body(**fields), SILENT_MODEL) == [SamplingParams(**fields)]
+
+
+def test_pairs_of_logit_bias_add_up_and_false_bans_the_token() -> None:
+    tokenizer = Tokenizer(scripted_card())
+    (a, b), (c,) = tokenizer.encode("ab", False), tokenizer.encode("c", False)
+    pairs = [[a, 1.5], ["ab", 2], ["c", False], [b, False]]
+    (params,) = choices_of(chat_body(logit_bias=pairs), SILENT_MODEL, tokenizer)
+    assert params.logit_bias == {a: 3.5, b: 2.0}
+    assert params.bad_words == [[c], [b]]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "param"), [([[5, True]], "logit_bias[0][1]"), ([[5, 60], [5, 60]], "logit_bias")]
+)
+def test_a_wrong_pair_of_logit_bias_is_refused(pairs: list[Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        choices_of(chat_body(logit_bias=pairs), SILENT_MODEL, Tokenizer(scripted_card()))
+    assert refusal.value.param == param
+
+
+def test_dry_has_the_usual_breakers_unless_the_request_gives_some() -> None:
+    tokenizer = Tokenizer(scripted_card())
+
+    def breakers(**fields: Any) -> list[DryBreaker]:
+        (params,) = choices_of(chat_body(**fields), SILENT_MODEL, tokenizer)
+        return params.dry_breakers
+
+    assert breakers() == breakers(dry_sequence_breakers=["x"]) == []
+    assert breakers(dry_multiplier=1, dry_sequence_breakers=[]) == []
+    assert breakers(dry_multiplier=1) == list(tokenizer.breakers(("\n", ":", '"', "*")))
+    (one,) = breakers(dry_multiplier=1, dry_sequence_breakers=["x"])
+    assert tokenizer.encode("x", False)[0] in one.heads
 
 
 def test_absent_fields_get_the_defaults_of_the_api() -> None:

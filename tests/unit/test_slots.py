@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 import worker.sampling.sampler
-from protocol.engine.sampling import SamplingParams
+from protocol.engine.sampling import DryBreaker, SamplingParams
 from protocol.worker.steps import NO_CHECKPOINT, SlotInit, StepPlan
 from tests.support.plans import GREEDY, slot_init, step_plan
 from tests.support.tiny_model import (
@@ -71,6 +71,18 @@ FULL = SamplingParams(
     allowed_token_ids=[8, 9],
     logprob_token_ids=[10],
     logprobs_of="both",
+    typical_p=0.75,
+    top_n_sigma=1.5,
+    dynatemp_range=0.25,
+    dynatemp_exponent=2.0,
+    xtc_probability=0.5,
+    xtc_threshold=0.125,
+    dry_multiplier=0.5,
+    dry_base=1.5,
+    dry_allowed_length=4,
+    dry_penalty_last_n=30,
+    dry_breakers=[DryBreaker([12, 11]), DryBreaker([13], [15, 16, 17])],
+    samplers=["penalties", "dry", "typ_p", "top_k", "temperature"],
 )
 
 
@@ -97,13 +109,37 @@ def test_binding_writes_every_field_of_the_row():
         "prompt_len": 2,
         "adapter": 6,
         "adapter_generation": 4,
-        "temperature": 0.5,
-        "top_p": 0.25,
-        "min_p": 0.125,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "top_k": 0,
+        "filter_order": 0x134,
+        "chain_temperature": 0.5,
+        "chain_top_p": 0.25,
+        "chain_min_p": 0.125,
+        "chain_top_k": 9,
+        "typical_p": 0.75,
+        "top_n_sigma": 1.5,
+        "dynatemp_range": 0.25,
+        "dynatemp_exponent": 2.0,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.125,
+        "dry_multiplier": 0.5,
+        "dry_base": 1.5,
+        "dry_allowed": 4,
+        "dry_window": 30,
+        "num_heads": 3,
+        "heads_ids": [11, 12, 13],
+        "num_breakers": 2,
+        "head_ends": [2, 3],
+        "num_tails": 3,
+        "tails_ids": [15, 16, 17],
+        "num_tail_ends": 2,
+        "tail_ends": [0, 3],
+        "longest_tail": 3,
         "frequency_penalty": 1.5,
         "presence_penalty": -0.5,
         "repetition_penalty": 2.0,
-        "top_k": 9,
         "seed": -3,
         "min_len": 5,
         "num_logprobs": 3,

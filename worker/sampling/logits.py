@@ -4,7 +4,9 @@ Each stage changes only the rows that need it, in place. A stage whose feature n
 uses is skipped (features.py). For the other stages the host selects the rows from the slots' host
 copies, so an unused stage launches no kernel. Order: bias, repetition penalty, frequency and
 presence penalty, allowed tokens, bad words, end tokens before min_tokens, grammar mask (`bans.py`
-has the last four). Penalties store no state: they read the request's own tokens each time.
+has the last four), DRY (`dry.py`), filters of requests with an order of filters
+(`filter_chain.py`). Penalties store no state: they read the request's own tokens each time. DRY and
+the filters are computed with torch on every device.
 
 Legend: S sampled rows, V vocabulary, N rows that use a stage, L tokens of the longest of them, K
 items of the longest list.
@@ -19,9 +21,14 @@ from torch import Tensor
 
 from worker.batch.batch import Sampled
 from worker.sampling.bans import RowMasks, allow_rows, apply_masks, ban_early_ends, ban_words
+from worker.sampling.dry import apply_dry
+from worker.sampling.filter_chain import apply_chains
 from worker.sampling.slot_lookup import known_tokens, listed_ids, rows_and_slots, where
 from worker.slots import features
 from worker.slots.table import SlotTable
+
+TORCH_ONLY = features.DRY | features.FILTERS
+"""Features whose stages are computed with torch on every device."""
 
 RowFilter = Callable[[SlotTable, Sampled], Tensor]
 """Function that returns which sampled rows need a stage: [S] bool, on the host."""
@@ -36,14 +43,21 @@ def process_logits(
     """Return the processed logits [S, V] float32: `logits` itself if no row needs a stage,
     otherwise a changed copy."""
     work = needed_stages(slots, sampled)
-    if not work and masks is None:
+    if not work and masks is None and not sampled.features & TORCH_ONLY:
         return logits
     logits = logits.clone()
     for stage, rows in work:
         stage(logits, slots, sampled, rows)
     if masks is not None:
         apply_masks(logits, masks)
+    apply_torch_stages(logits, slots, sampled)
     return logits
+
+
+def apply_torch_stages(logits: Tensor, slots: SlotTable, sampled: Sampled) -> None:
+    """Apply DRY and the chains of filters to logits [S, V], in place."""
+    apply_dry(logits, slots, sampled)
+    apply_chains(logits, slots, sampled)
 
 
 def needed_stages(slots: SlotTable, sampled: Sampled) -> list[tuple[Stage, Tensor]]:

@@ -155,13 +155,15 @@ def keep_from(shares: Tensor, draws: Draws) -> Tensor | None:
     if len(by_count):
         index = upload_one(by_count, shares.device)
         max_k = int(draws.host_top_k[by_count].max())
-        bound.index_copy_(0, index, _kth(_rows(shares, index), draws.top_k[index].long(), max_k))
+        bound.index_copy_(
+            0, index, kth_largest(_rows(shares, index), draws.top_k[index].long(), max_k)
+        )
     if len(by_mass):
         index = upload_one(by_mass, shares.device)
         part = _rows(shares, index)
         if len(by_count):
             part = part.masked_fill(part < bound[index][:, None], 0)
-        bound.index_copy_(0, index, _nucleus(part, draws.top_p[index]))
+        bound.index_copy_(0, index, heaviest(part, weigh(part, part.shape[1]), draws.top_p[index]))
     return torch.maximum(bound, draws.min_p)
 
 
@@ -190,23 +192,25 @@ def _draws(slots: SlotTable, sampled: Sampled, rows: Tensor, device: torch.devic
     )
 
 
-def _kth(shares: Tensor, top_k: Tensor, max_k: int) -> Tensor:
-    """Return the top_k[n]-th largest share in each row n; `max_k` is the largest top_k."""
-    best = shares.topk(max_k).values
+def kth_largest(values: Tensor, top_k: Tensor, max_k: int) -> Tensor:
+    """Return the top_k[n]-th largest of values [N, V] in each row n; `max_k` is the largest
+    top_k."""
+    best = values.topk(max_k).values
     return best.gather(1, (top_k - 1)[:, None]).squeeze(1)
 
 
-def _nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
-    """Return the largest bound [N] such that the shares at or above it hold at least top_p of the
-    row's mass. The bound is one of the row's shares. Sorting and the search by digits find exactly
-    the same bound. A GPU sorts, because sorting is cheap there and the search would wait for the
-    device."""
-    weights = weigh(shares, shares.shape[1])
+def heaviest(keys: Tensor, weights: Tensor, part: Tensor) -> Tensor:
+    """Return the largest bound [N] such that the tokens whose keys reach it have at least part [N]
+    of the row's weight. The bound is one of the row's keys. Sorting and the search by digits find
+    exactly the same bound. A GPU sorts, because sorting is cheap there and the search would wait
+    for the device.
+
+    keys      [N, V] float32 in [0, 1]; for a nucleus these are the shares
+    weights   [N, V] int64 (exact_probs.py)
+    """
     mass = weights.sum(-1)
-    target = (mass * top_p.double()).ceil_().to(torch.int64).clamp_(min=1).minimum(mass)
-    return (bound_by_digits if shares.device.type == "cpu" else bound_by_order)(
-        shares, weights, target
-    )
+    target = (mass * part.double()).ceil_().to(torch.int64).clamp_(min=1).minimum(mass)
+    return (bound_by_digits if keys.device.type == "cpu" else bound_by_order)(keys, weights, target)
 
 
 def bound_by_order(shares: Tensor, weights: Tensor, target: Tensor) -> Tensor:

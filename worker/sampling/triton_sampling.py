@@ -2,7 +2,8 @@
 
 The kernels read the slots' fields on the device. The host uses its copies of them only to leave out
 launches that no row of the step needs. The number of launches does not depend on the number of
-rows: a greedy step has three, and any other at most 20.
+rows: a greedy step has three, and any other at most 20. Steps with DRY or a chain of filters also
+launch what torch needs for these (logits.py).
 
 Legend: S sampled places, P rows that sample, V vocabulary.
 """
@@ -21,7 +22,7 @@ from worker.batch.pending_step import SampledTokens
 from worker.device.logprob_columns import LogprobColumns
 from worker.device.staging import upload
 from worker.sampling.bans import RowMasks
-from worker.sampling.logits import needed_stages
+from worker.sampling.logits import TORCH_ONLY, apply_torch_stages, needed_stages
 from worker.sampling.logprobs import Scores
 from worker.sampling.row_split import EXACT, WARPS, DrawnRows, RowSplit
 from worker.sampling.sampler import TokenChoice
@@ -87,8 +88,9 @@ def process_logits(
     """Return the processed logits [S, V] float32, as `process_logits` of logits.py does. They
     overwrite `logits`, unless a row of the step reports logprobs."""
     is_staged = bool(needed_stages(slots, sampled))
+    is_changed = is_staged or masks is not None or bool(sampled.features & TORCH_ONLY)
     processed = logits
-    if sampled.features & LOGPROBS and (is_staged or masks is not None):
+    if sampled.features & LOGPROBS and is_changed:
         processed = torch.empty_like(logits) if is_staged else logits.clone()
     grid = (split.rows, split.num_blocks)
     options = {"BLOCK": split.block, "num_warps": WARPS, **EXACT}
@@ -118,6 +120,7 @@ def process_logits(
             split.vocab,
             **options,
         )
+    apply_torch_stages(processed, slots, sampled)
     return processed
 
 

@@ -6,6 +6,7 @@ rows. A feature that no row of the step uses is skipped without examining any ro
 
 from __future__ import annotations
 
+from protocol.engine.sampling import filter_order, listed_only
 from protocol.worker.steps import SlotInit
 
 DRAW = 1 << 0
@@ -17,12 +18,14 @@ BAD_WORDS = 1 << 5
 MIN_TOKENS = 1 << 6
 LOGPROBS = 1 << 7
 PROMPT_LOGPROBS = 1 << 8
-ALL = (1 << 9) - 1
+FILTERS = 1 << 9
+DRY = 1 << 10
+ALL = (1 << 11) - 1
 
 
 def features_of(init: SlotInit) -> int:
     """Return the bits of all features that the request may use at any of its tokens."""
-    params = init.params
+    params = listed_only(init.params)
     used = {
         DRAW: params.temperature != 0,
         BIAS: params.logit_bias,
@@ -33,5 +36,7 @@ def features_of(init: SlotInit) -> int:
         MIN_TOKENS: params.min_tokens != 0,
         LOGPROBS: params.logprobs is not None or params.logprob_token_ids,
         PROMPT_LOGPROBS: params.prompt_logprobs is not None,
+        FILTERS: filter_order(params),
+        DRY: params.dry_multiplier != 0 and params.dry_penalty_last_n != 0,
     }
     return sum(bit for bit, is_used in used.items() if is_used)

@@ -16,15 +16,22 @@ from protocol.engine.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
     MAX_BAD_TOKENS,
+    MAX_BREAKER_HEADS,
+    MAX_BREAKERS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TAIL_TOKENS,
+    MAX_TOKENS,
     LogprobsOf,
     SamplingParams,
+    filter_order,
+    listed_only,
 )
 from protocol.worker.steps import MAX_HEAD_LAG, NULL_BLOCK, SlotInit
 from worker.device.staging import integers
 from worker.slots.features import features_of
+from worker.slots.filter_order import packed_order
 from worker.slots.table import RestPolicy, SlotField, Value
 
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 32
@@ -127,13 +134,11 @@ def _numbers() -> tuple[SlotField, ...]:
     """Return the scalar fields of the sampling parameters. min_len is the number of tokens, prompt
     included, that a request must have before it may sample a stop token."""
     return (
-        _parameter("temperature"),
-        _parameter("top_p"),
-        _parameter("min_p"),
+        *_filters(),
         _parameter("frequency_penalty"),
         _parameter("presence_penalty"),
         _parameter("repetition_penalty"),
-        _scalar("top_k", torch.int32, lambda init: max(init.params.top_k, 0), host=True),
+        *_dry(),
         _scalar("seed", torch.int64, lambda init: init.seed),
         _scalar("features", torch.int32, features_of, host=True),
         _scalar(
@@ -156,6 +161,83 @@ def _numbers() -> tuple[SlotField, ...]:
             host=True,
         ),
     )
+
+
+def _filters() -> tuple[SlotField, ...]:
+    """Return the scalar fields of the filters.
+
+    If the request has an order of filters (sampling/filter_chain.py), the chain reads the fields
+    `chain_*`. Then the fields that every draw reads (temperature, top_k, top_p, min_p) are neutral,
+    because the chain has applied the parameters already.
+    """
+    return (
+        _scalar("filter_order", torch.int64, lambda init: packed_order(init.params), host=True),
+        *_drawn("temperature", torch.float32, 1.0),
+        *_drawn("top_p", torch.float32, 1.0),
+        *_drawn("min_p", torch.float32, 0.0),
+        *_drawn("top_k", torch.int32, 0),
+        _parameter("typical_p"),
+        _parameter("top_n_sigma"),
+        _parameter("dynatemp_range"),
+        _parameter("dynatemp_exponent"),
+        _parameter("xtc_probability"),
+        _parameter("xtc_threshold"),
+    )
+
+
+def _drawn(name: str, dtype: torch.dtype, neutral: float) -> tuple[SlotField, SlotField]:
+    """Return the field of a parameter that every draw reads, and the one that the chain reads.
+    `neutral` is the first one's value if the request has an order of filters."""
+
+    def of_draw(init: SlotInit) -> float:
+        return _filter(name, init) if filter_order(init.params) is None else neutral
+
+    return (
+        _scalar(name, dtype, of_draw, host=True),
+        _scalar(f"chain_{name}", dtype, lambda init: _filter(name, init), host=True),
+    )
+
+
+def _filter(name: str, init: SlotInit) -> float:
+    """Return the value of a filter's parameter. An absent `top_k` may be -1 or 0; here it is 0."""
+    value: float = getattr(init.params, name)
+    return max(value, 0)
+
+
+def _dry() -> tuple[SlotField, ...]:
+    """Return the fields of DRY. The heads of each breaker are sorted."""
+    return (
+        _parameter("dry_multiplier"),
+        _parameter("dry_base"),
+        _scalar("dry_allowed", torch.int32, lambda init: init.params.dry_allowed_length),
+        _scalar("dry_window", torch.int32, lambda init: _dry_window(init.params), host=True),
+        *_sequences(
+            "heads",
+            "head_ends",
+            (MAX_BREAKER_HEADS, MAX_BREAKERS),
+            lambda params: [sorted(each.heads) for each in params.dry_breakers],
+            count="num_breakers",
+        ),
+        *_sequences(
+            "tails",
+            "tail_ends",
+            (MAX_TAIL_TOKENS, MAX_BREAKERS),
+            lambda params: [each.tail for each in params.dry_breakers],
+        ),
+        _scalar(
+            "longest_tail",
+            torch.int32,
+            lambda init: max((len(each.tail) for each in init.params.dry_breakers), default=0),
+            host=True,
+        ),
+    )
+
+
+def _dry_window(params: SamplingParams) -> int:
+    """Return the number of latest tokens in which DRY finds repetitions. It is 0 if DRY is off."""
+    if listed_only(params).dry_multiplier == 0:
+        return 0
+    return MAX_TOKENS if params.dry_penalty_last_n == -1 else params.dry_penalty_last_n
 
 
 def _lists() -> tuple[SlotField, ...]:
@@ -195,24 +277,49 @@ def _lists() -> tuple[SlotField, ...]:
 
 
 def _bad_words() -> tuple[SlotField, ...]:
-    """Return the fields of the bad words: all sequences concatenated, and the end of each."""
+    """Return the fields of the bad words."""
     return (
-        *_ids("bad", MAX_BAD_TOKENS, lambda params: [t for word in params.bad_words for t in word]),
-        _scalar("num_bad_words", torch.int32, lambda init: len(init.params.bad_words), host=True),
+        *_sequences(
+            "bad",
+            "bad_ends",
+            (MAX_BAD_TOKENS, MAX_BAD_SEQUENCES),
+            lambda params: params.bad_words,
+            count="num_bad_words",
+        ),
         _scalar(
             "longest_bad_word",
             torch.int32,
             lambda init: max(map(len, init.params.bad_words), default=0),
             host=True,
         ),
+    )
+
+
+def _sequences(
+    name: str,
+    ends: str,
+    limits: tuple[int, int],
+    get_sequences: Callable[[SamplingParams], list[list[int]]],
+    *,
+    count: str | None = None,
+) -> tuple[SlotField, ...]:
+    """Return the fields of a list of token sequences: `{name}_ids` has all tokens, `ends` the end
+    of each sequence, and `count` (`num_{ends}`) their number.
+
+    limits   most tokens of all sequences together, and most sequences
+    """
+    count = count or f"num_{ends}"
+    return (
+        *_ids(name, limits[0], lambda params: [t for each in get_sequences(params) for t in each]),
+        _scalar(count, torch.int32, lambda init: len(get_sequences(init.params)), host=True),
         SlotField(
-            name="bad_ends",
+            name=ends,
             dtype=torch.int32,
-            shape=(MAX_BAD_SEQUENCES,),
+            shape=(limits[1],),
             rest=RestPolicy.GUARDED,
-            guard="num_bad_words",
+            guard=count,
             init=lambda init: np.cumsum(
-                [len(word) for word in init.params.bad_words], dtype=np.int64
+                [len(each) for each in get_sequences(init.params)], dtype=np.int64
             ),
         ),
     )
@@ -242,9 +349,12 @@ def _scalar(
 
 
 def _parameter(name: str) -> SlotField:
-    """Return the field of a float parameter, which has the same name in SamplingParams."""
+    """Return the field of a float parameter, which has the same name in SamplingParams. The value
+    switches the parameter off if the request's `samplers` do not list it."""
     assert name in SamplingParams.__struct_fields__
-    return _scalar(name, torch.float32, lambda init: getattr(init.params, name), host=True)
+    return _scalar(
+        name, torch.float32, lambda init: getattr(listed_only(init.params), name), host=True
+    )
 
 
 def _num_logprobs(params: SamplingParams) -> int:

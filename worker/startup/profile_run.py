@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from protocol.engine.sampling import MAX_LOGPROBS, SamplingParams
+from protocol.engine.sampling import MAX_LOGPROBS, DryBreaker, SamplingParams
 from protocol.wire.arrays import Int32, UInt8
 from protocol.worker.steps import NO_CHECKPOINT, Masks, SlotInit, SlotRelease, StepPlan
 from worker.errors import NotEnoughMemory
@@ -29,6 +29,12 @@ ALL_FEATURES = SamplingParams(
     top_p=0.9,
     top_k=50,
     min_p=0.01,
+    typical_p=0.9,
+    top_n_sigma=3.0,
+    dynatemp_range=0.5,
+    xtc_probability=0.5,
+    dry_multiplier=0.8,
+    dry_breakers=[DryBreaker([0]), DryBreaker([0], [1])],
     min_tokens=2,
     frequency_penalty=0.5,
     presence_penalty=0.5,

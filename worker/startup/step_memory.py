@@ -3,14 +3,7 @@ its draft model or head, which runs after it (memory_plan.py)."""
 
 from __future__ import annotations
 
-from protocol.engine.sampling import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_SEQUENCES,
-    MAX_BAD_TOKENS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROB_TOKEN_IDS,
-    MAX_STOP_TOKEN_IDS,
-)
+from protocol.engine.sampling import MAX_LIST_ITEMS
 from protocol.worker.steps import MAX_HEAD_LAG
 from worker.spec.architectures import TransformersSpec
 from worker.spec.model_spec import MlpSpec, ModelSpec
@@ -21,8 +14,7 @@ LOGITS_COPIES = 3
 """Float32 copies of a step's logits: raw, processed, and as probabilities."""
 GATHERED_COPIES = 2
 """Further copies in a tensor parallel group, whose ranks gather their parts of the logits."""
-SLOT_NUMBERS = MAX_ALLOWED_TOKEN_IDS + MAX_BAD_SEQUENCES + MAX_BAD_TOKENS + MAX_STOP_TOKEN_IDS
-SLOT_NUMBERS += 2 * MAX_LOGIT_BIAS + MAX_LOGPROB_TOKEN_IDS
+SLOT_NUMBERS = MAX_LIST_ITEMS
 """Four-byte numbers per slot, besides its tokens and block table."""
 HEAD_INPUTS = 4
 """Hidden states of each entry that a head holds while its layers run, in float32: the model's after

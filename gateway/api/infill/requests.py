@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.openai.requests import (
+    BreakerTexts,
     CacheSalt,
     OpenEndedCompletion,
     Priority,
@@ -25,12 +26,22 @@ from gateway.prompt.infill import InfillFile
 from protocol.engine.sampling import (
     MAX_TOKENS,
     AdditivePenalty,
+    DryAllowedLength,
+    DryBase,
+    DryMultiplier,
+    DryPenaltyLastN,
+    DynatempExponent,
+    DynatempRange,
     MinP,
     RepetitionPenalty,
     Seed,
     Temperature,
     TopK,
+    TopNSigma,
     TopP,
+    TypicalP,
+    XtcProbability,
+    XtcThreshold,
 )
 
 MAX_FILES = 1024
@@ -38,6 +49,9 @@ MAX_RESPONSE_FIELDS = 64
 _COPIED = (
     *("model", "stream", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos"),
     *("frequency_penalty", "presence_penalty", "grammar", "json_schema", "strict_params"),
+    *("typical_p", "top_n_sigma", "dynatemp_range", "dynatemp_exponent", "xtc_probability"),
+    *("xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    "dry_sequence_breakers",
     *("cache_salt", "priority", "timeout_s", "queue_timeout_s"),
 )
 """Fields that a completion has too, with the same meaning."""
@@ -82,6 +96,17 @@ class InfillBody(msgspec.Struct, frozen=True, kw_only=True):
     top_k: TopK | None = None
     top_p: TopP | None = None
     min_p: MinP | None = None
+    typical_p: TypicalP | None = None
+    top_n_sigma: TopNSigma | None = None
+    dynatemp_range: DynatempRange | None = None
+    dynatemp_exponent: DynatempExponent | None = None
+    xtc_probability: XtcProbability | None = None
+    xtc_threshold: XtcThreshold | None = None
+    dry_multiplier: DryMultiplier | None = None
+    dry_base: DryBase | None = None
+    dry_allowed_length: DryAllowedLength | None = None
+    dry_penalty_last_n: DryPenaltyLastN | None = None
+    dry_sequence_breakers: BreakerTexts | None = None
     seed: Seed | None = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: AdditivePenalty | None = None

@@ -92,28 +92,53 @@ class InfillEnvelope:
         has_new_line: bool,
     ) -> bytes:
         """Return the complete answer as JSON."""
-        warning = group.choices[0].warning
-        word = finished.stop_reason if isinstance(finished.stop_reason, str) else ""
-        answer = InfillAnswer(
-            index=0,
-            content=content,
-            tokens=tokens if self.returns_tokens else [],
-            stop=True,
-            model=self.model,
-            tokens_predicted=group.num_generated_tokens,
-            tokens_evaluated=group.num_prompt_tokens,
-            tokens_cached=group.num_cached_tokens,
-            has_new_line=has_new_line,
-            truncated=self.truncated,
-            stop_type=_stop_type(finished.reason, word),
-            stopping_word=word,
-            timings=timings_of_group(group),
-            warnings=UNSET if warning is None else [AnswerWarning.from_event(warning, 0)],
-            **self.extensions,
-        )
+        tokens = tokens if self.returns_tokens else []
+        members = self._members(group, finished, content, tokens, has_new_line=has_new_line)
+        answer = self._struct(members)
         if not self.response_fields:
             return encode(answer)
         return encode(selected(msgspec.to_builtins(answer), self.response_fields))
+
+    def whole(self, answer: OutputDelta) -> InfillEnvelope:
+        """Return the envelope of the whole answer, which is not streamed."""
+        return self
+
+    def chunk(self, delta: OutputDelta, members: Mapping[str, Any]) -> msgspec.Struct:
+        """Return the event of a delta. `members` are those of an `InfillChunk`."""
+        return InfillChunk(**members)
+
+    def _struct(self, members: Mapping[str, Any]) -> msgspec.Struct:
+        """Return the answer with these members."""
+        return InfillAnswer(**members)
+
+    def _members(
+        self,
+        group: ChoiceGroup,
+        finished: Finished,
+        content: str,
+        tokens: list[int],
+        *,
+        has_new_line: bool,
+    ) -> dict[str, Any]:
+        warning = group.choices[0].warning
+        word = finished.stop_reason if isinstance(finished.stop_reason, str) else ""
+        return {
+            "index": 0,
+            "content": content,
+            "tokens": tokens,
+            "stop": True,
+            "model": self.model,
+            "tokens_predicted": group.num_generated_tokens,
+            "tokens_evaluated": group.num_prompt_tokens,
+            "tokens_cached": group.num_cached_tokens,
+            "has_new_line": has_new_line,
+            "truncated": self.truncated,
+            "stop_type": _stop_type(finished.reason, word),
+            "stopping_word": word,
+            "timings": timings_of_group(group),
+            "warnings": UNSET if warning is None else [AnswerWarning.from_event(warning, 0)],
+            **self.extensions,
+        }
 
 
 def _stop_type(reason: str, word: str) -> StopType:
@@ -157,15 +182,15 @@ class InfillStream(FrameSink):
             self._finished = delta.events[-1]
         if not text:
             return b""
-        chunk = InfillChunk(
-            index=0,
-            content=text,
-            tokens=delta.token_ids,
-            stop=False,
-            tokens_predicted=self._num_tokens,
-            tokens_evaluated=self._group.num_prompt_tokens,
-        )
-        return sse.frame(encode(chunk))
+        members = {
+            "index": 0,
+            "content": text,
+            "tokens": delta.token_ids,
+            "stop": False,
+            "tokens_predicted": self._num_tokens,
+            "tokens_evaluated": self._group.num_prompt_tokens,
+        }
+        return sse.frame(encode(self._envelope.chunk(delta, members)))
 
     def closing(self) -> bytes:
         assert self._finished is not None, "an answer that has ended has a Finished event"
@@ -187,4 +212,6 @@ def whole_infill(group: ChoiceGroup, collected: CollectSink, envelope: InfillEnv
     whole = collected.whole[0]
     finished, text = whole.events[-1], text_of(whole)
     assert isinstance(finished, Finished)
-    return envelope.answer(group, finished, text, whole.token_ids, has_new_line="\n" in text)
+    return envelope.whole(whole).answer(
+        group, finished, text, whole.token_ids, has_new_line="\n" in text
+    )

@@ -34,6 +34,7 @@ from protocol.engine.sampling import (
     TokenId,
     TopK,
     TopP,
+    TypicalP,
 )
 
 # ---- JSON Schemas of values that `translate` checks, for the OpenAPI document
@@ -86,6 +87,7 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     top_k: TopK | None = None
     top_p: TopP | None = None
     min_p: MinP | None = None
+    typical_p: TypicalP | None = None
     seed: Seed | None = None
     stop: Stop | None = None
     repeat_penalty: RepetitionPenalty | None = None

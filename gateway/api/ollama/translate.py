@@ -25,7 +25,7 @@ from protocol.wire.errors import InvalidRequest
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")
 _SAME = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop"),
     *("presence_penalty", "frequency_penalty"),
 )
 """Options that a chat has under the same name."""

@@ -6,18 +6,27 @@ else OpenAI's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.api.openai.requests import BatchBody, ChatBody, CompletionBody, GenerationBody
+from gateway.api.openai.requests import (
+    BatchBody,
+    BiasPair,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    SamplingFields,
+)
 from gateway.formats.choice_parser import ReadOptions
 from gateway.generation.request import PromptRequest
+from gateway.text.breakers import USUAL_BREAKERS
 from gateway.text.tokenizer import Tokenizer
 from protocol.engine.model_card import SamplingDefaults
 from protocol.engine.sampling import (
     MAX_BAD_SEQUENCES,
+    MAX_BIAS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOKENS,
     SamplingParams,
@@ -26,6 +35,12 @@ from protocol.wire.errors import InvalidRequest
 
 T = TypeVar("T")
 Body = ChatBody | BatchBody | CompletionBody
+AS_GIVEN = (
+    *("typical_p", "top_n_sigma", "dynatemp_range", "dynatemp_exponent", "samplers"),
+    *("xtc_probability", "xtc_threshold"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+)
+"""Fields that a request has as SamplingParams has them, and that have no default of a model."""
 _SEEDS = 1 << 64
 
 
@@ -41,16 +56,63 @@ def choices_of(
     InvalidRequest, naming the field, if a value is invalid or two fields exclude each other.
 
     model      the served model's defaults, for fields that the body does not set
-    tokenizer  encodes `bad_words`; None: `bad_words` are ignored
+    tokenizer  encodes texts, such as `bad_words`; None: they are ignored
     """
-    bad = bad_sequences(body.bad_words, tokenizer) if body.bad_words and tokenizer else []
-    bad = _with_model_words(bad, model.bad_words_ids or [])
+    tokens = token_fields(body, tokenizer)
+    bad = _with_model_words(tokens.get("bad_words", []), model.bad_words_ids or [])
+    tokens["bad_words"] = bad
+    tokens.setdefault("logit_bias", first(model.logit_bias, default={}))
     try:
-        return [_params(body, model, place, bad) for place in range(body.n or 1)]
+        return [_params(body, model, place, tokens) for place in range(body.n or 1)]
     except ValueError as error:  # the message begins with the field's name
         field, rest = str(error).split(maxsplit=1)
         field = body.max_tokens_field if field == "max_tokens" else field
         raise InvalidRequest(f"{field} {rest}", param=field) from None
+
+
+def token_fields(body: SamplingFields, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the fields of SamplingParams for which the request has texts or pairs instead of token
+    ids: `logit_bias`, `bad_words` and `dry_breakers`, as far as it sets them. Raise InvalidRequest,
+    naming the request's field, for a text that cannot be encoded."""
+    fields: dict[str, Any] = {}
+    bad = bad_sequences(body.bad_words, tokenizer) if body.bad_words and tokenizer else []
+    if isinstance(body.logit_bias, list):
+        fields["logit_bias"], banned = bias_of_pairs(body.logit_bias, tokenizer)
+        bad += [[token_id] for token_id in banned if [token_id] not in bad]
+    elif body.logit_bias is not None:
+        fields["logit_bias"] = body.logit_bias
+    if bad:
+        fields["bad_words"] = bad
+    if body.dry_multiplier and tokenizer:
+        texts = first(body.dry_sequence_breakers, default=USUAL_BREAKERS)
+        fields["dry_breakers"] = tokenizer.breakers(tuple(texts))
+    return fields
+
+
+def bias_of_pairs(
+    pairs: Sequence[BiasPair], tokenizer: Tokenizer | None
+) -> tuple[dict[int, float], list[int]]:
+    """Return the biases of llama.cpp's list, and the tokens that it bans. A text stands for each of
+    its tokens, and the biases of a token are added. Without a tokenizer, texts are ignored."""
+    biases: dict[int, float] = {}
+    banned: dict[int, None] = {}
+    for place, (target, bias) in enumerate(pairs):
+        param = f"logit_bias[{place}]"
+        if bias is True:
+            raise InvalidRequest.at(f"{param}[1]", "must be a number, or false to ban the token")
+        if isinstance(target, int):
+            ids = [target]
+        else:
+            ids = tokenizer.encode(target, False, param=param) if tokenizer else []
+        for token_id in ids:
+            if bias is False:
+                banned[token_id] = None
+            else:
+                biases[token_id] = biases.get(token_id, 0.0) + bias
+    worst = max(map(abs, biases.values()), default=0)
+    if worst > MAX_BIAS:
+        raise InvalidRequest.at("logit_bias", f"a sum of {worst:g} exceeds the limit of {MAX_BIAS}")
+    return biases, list(banned)
 
 
 def bad_sequences(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
@@ -84,8 +146,12 @@ def _min_tokens(body: Body, model: SamplingDefaults) -> int:
 
 
 def _params(
-    body: Body, model: SamplingDefaults, place: int, bad: list[list[int]]
+    body: Body, model: SamplingDefaults, place: int, tokens: Mapping[str, Any]
 ) -> SamplingParams:
+    """Return the parameters of choice `place`.
+
+    tokens   the fields that `token_fields` has made
+    """
     return SamplingParams(
         max_tokens=body.answer_tokens,
         min_tokens=_min_tokens(body, model),
@@ -99,8 +165,8 @@ def _params(
         seed=nth_seed(body.seed, place),
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
-        logit_bias=first(body.logit_bias, model.logit_bias, default={}),
-        bad_words=bad,
+        **{name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None},
+        **tokens,
         allowed_token_ids=body.allowed_token_ids,
         logprob_token_ids=body.logprob_token_ids or [],
         logprobs=body.num_logprobs,

@@ -24,9 +24,17 @@ from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.engine.messages import MAX_TIMEOUT_S
 from protocol.engine.sampling import (
     MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
     MAX_TOKENS,
     AdditivePenalty,
     AllowedTokenIds,
+    BiasValue,
+    DryAllowedLength,
+    DryBase,
+    DryMultiplier,
+    DryPenaltyLastN,
+    DynatempExponent,
+    DynatempRange,
     LogitBias,
     LogprobTokenIds,
     MaxTokens,
@@ -34,20 +42,31 @@ from protocol.engine.sampling import (
     MinTokens,
     NumLogprobs,
     RepetitionPenalty,
+    Samplers,
     Seed,
     StopTokenIds,
     Temperature,
     TokenId,
     TopK,
+    TopNSigma,
     TopP,
+    TypicalP,
+    XtcProbability,
+    XtcThreshold,
 )
 from protocol.wire.errors import InvalidRequest
 
+MAX_BREAKER_TEXTS = 16
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_PRIORITY = 1 << 31
 
 BadText = Annotated[str, Meta(min_length=1, max_length=1024)]
+BreakerText = Annotated[str, Meta(min_length=1, max_length=40)]
+BreakerTexts = Annotated[list[BreakerText], Meta(max_length=MAX_BREAKER_TEXTS)]
+BiasText = Annotated[str, Meta(min_length=1, max_length=1024)]
+BiasPair = tuple[TokenId | BiasText, BiasValue | bool]
+BiasPairs = Annotated[list[BiasPair], Meta(max_length=MAX_LOGIT_BIAS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 Count = Annotated[int, Meta(ge=1, le=1024)]
@@ -179,7 +198,11 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling and detokenizing fields that all APIs share.
 
     seed        -1 means no seed
+    logit_bias  an object with token ids, or llama.cpp's list of pairs of a token id or a text, and
+                a number; false instead of a number bans the token
     bad_words   texts that the answer must not contain, in any tokenization
+    dry_sequence_breakers   texts over which no repetition continues; absent: those of llama.cpp
+    samplers    the samplers to apply, in this order, by llama.cpp's names
     """
 
     min_tokens: MinTokens | None = None
@@ -191,7 +214,19 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: AdditivePenalty | None = None
     presence_penalty: AdditivePenalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
+    typical_p: TypicalP | None = None
+    top_n_sigma: TopNSigma | None = None
+    dynatemp_range: DynatempRange | None = None
+    dynatemp_exponent: DynatempExponent | None = None
+    xtc_probability: XtcProbability | None = None
+    xtc_threshold: XtcThreshold | None = None
+    dry_multiplier: DryMultiplier | None = None
+    dry_base: DryBase | None = None
+    dry_allowed_length: DryAllowedLength | None = None
+    dry_penalty_last_n: DryPenaltyLastN | None = None
+    dry_sequence_breakers: BreakerTexts | None = None
+    samplers: Samplers | None = None
+    logit_bias: LogitBias | BiasPairs | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

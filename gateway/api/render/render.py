@@ -21,8 +21,8 @@ from gateway.served_model import ServedModel
 from protocol.engine.sampling import SamplingParams, check_vocabulary
 from protocol.wire.errors import ContextExcess, ContextTooLong
 
-_NOT_COPIED = frozenset({"seed", "bad_words", "logprobs_of"})
-"""Fields of SamplingParams that are not copied. `seed` and `bad_words` have another form in
+_NOT_COPIED = frozenset({"seed", "bad_words", "dry_breakers", "logprobs_of"})
+"""Fields of SamplingParams that are not copied. The first three have another form in
 `sampling_params`, and chats and completions have no `logprobs_of`."""
 
 
@@ -107,6 +107,10 @@ def sampling_of(body: GenerationBody, params: SamplingParams) -> dict[str, Any]:
         "skip_special_tokens": body.skip_special_tokens is not False,
         "bad_words": body.bad_words or [],
     }
+    if isinstance(body.logit_bias, list):
+        fields["logit_bias"] = body.logit_bias
+    if body.dry_sequence_breakers is not None:
+        fields["dry_sequence_breakers"] = body.dry_sequence_breakers
     if params.seed is not None:
         fields["seed"] = params.seed
     return fields

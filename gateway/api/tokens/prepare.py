@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.openai.field_paths import ignored_fields
-from gateway.api.openai.parameters import bad_sequences, first, nth_seed
+from gateway.api.openai.parameters import first, nth_seed, token_fields
 from gateway.api.openai.requests import unsupported
 from gateway.api.openai.structured import structured_form
 from gateway.api.tokens.requests import (
@@ -48,7 +48,9 @@ TAIL_TOKENS = 1 << 14
 """Number of the prompt's last tokens that are searched for an open reasoning block."""
 _FIELD = re.compile(r"\w*")
 """Matches the field at the start of a path."""
-_COPIED = tuple(set(SamplingParams.__struct_fields__) - {"seed", "bad_words"})
+_COPIED = tuple(
+    set(SamplingParams.__struct_fields__) - {"seed", "bad_words", "logit_bias", "dry_breakers"}
+)
 """Fields of SamplingParams that are copied from `sampling_params`."""
 
 
@@ -117,7 +119,7 @@ def namespace_of(body: GenerateBody) -> str:
 def request_path(name: str) -> str:
     """Return the path in the request for a field of SamplingParams or a token of the prompt."""
     field = _FIELD.match(name)[0]  # type: ignore[index]  # matches any text
-    if field in SamplingParams.__struct_fields__:
+    if field in SamplingParams.__struct_fields__ or field in GenerateSampling.__struct_fields__:
         return f"{SAMPLING}.{name}"
     return "token_ids" + name.removeprefix(field) if field == "prompt" else name
 
@@ -132,8 +134,7 @@ def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingP
     applied."""
     fields = {name: getattr(sampling, name) for name in _COPIED}
     fields = {name: value for name, value in fields.items() if value is not None}
-    if sampling.bad_words:
-        fields["bad_words"] = bad_sequences(sampling.bad_words, model.tokenizer)
+    fields |= token_fields(sampling, model.tokenizer)
     try:
         return [
             SamplingParams(**fields, seed=nth_seed(sampling.seed, place))

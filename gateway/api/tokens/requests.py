@@ -186,6 +186,21 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
+class TokenizeContentBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /tokenize in llama.cpp's form.
+
+    add_special    add the special tokens that begin a prompt; by default there are none
+    parse_special  accepted without effect: special tokens in a text are always recognised
+    with_pieces    include the text of each token
+    """
+
+    content: PromptText
+    model: Name | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
 class TokenizeChatBody(ChatBody, frozen=True, kw_only=True):
     """The body of POST /tokenize for a conversation: a chat request. Fields about the answer have
     no effect."""

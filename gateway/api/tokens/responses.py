@@ -173,6 +173,19 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     effective: Effective | UnsetType = UNSET
 
 
+class TokenPiece(msgspec.Struct, frozen=True):
+    """A token and its text, or its bytes if they are not whole characters."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokenizedContent(msgspec.Struct, frozen=True):
+    """The tokens of a text in llama.cpp's form."""
+
+    tokens: list[int | TokenPiece]
+
+
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A model's tokenizer, with the names of tokenizer_config.json.
 
@@ -201,4 +214,7 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Detokenized(msgspec.Struct, frozen=True):
+    """The text of tokens, under vLLM's name and under llama.cpp's."""
+
     prompt: str
+    content: str

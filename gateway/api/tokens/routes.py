@@ -32,6 +32,7 @@ from gateway.http.body import convert
 from gateway.http.route import Parameter, Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service, offload
+from gateway.text.tokenizer import Tokenizer
 from protocol.engine.sampling import check_token_ids
 
 routes = Routes("Tokens", ErrorAnswer, scope="inference")
@@ -40,20 +41,25 @@ routes = Routes("Tokens", ErrorAnswer, scope="inference")
 @routes.post(
     "/tokenize",
     about="Tokenize a text or a conversation.\n"
-    "A conversation is rendered as a chat request with the same fields would be.",
-    takes=(requests.TokenizeBody, requests.TokenizeChatBody),
-    gives=responses.Tokenized,
+    "A conversation is rendered as a chat request with the same fields would be. A body with "
+    "`content` has llama.cpp's form.",
+    takes=(requests.TokenizeBody, requests.TokenizeChatBody, requests.TokenizeContentBody),
+    gives=(responses.Tokenized, responses.TokenizedContent),
 )
 def tokenize(service: Service, context: RequestContext) -> Response:
     """Tokenize a text or, if the body has `messages`, a conversation."""
-    body: requests.TokenizeBody | requests.TokenizeChatBody
+    body: requests.TokenizeBody | requests.TokenizeChatBody | requests.TokenizeContentBody
     with service.bodies.read(request) as fields:
         if isinstance(fields, dict) and "messages" in fields:
             body = convert(fields, requests.TokenizeChatBody)
+        elif isinstance(fields, dict) and "content" in fields:
+            body = convert(fields, requests.TokenizeContentBody)
         else:
             body = convert(fields, requests.TokenizeBody)
     if isinstance(body, requests.TokenizeChatBody):
         return _tokenize_chat(service, context, body)
+    if isinstance(body, requests.TokenizeContentBody):
+        return _tokenize_content(service, context, body)
     return _tokenize_text(service, context, body)
 
 
@@ -64,6 +70,25 @@ def _tokenize_text(
     add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
     ids = model.tokenizer.encode(body.prompt, add_special_tokens, offload=offload)
     return json_response(_tokenized(model, ids, body.return_token_strs, UNSET))
+
+
+def _tokenize_content(
+    service: Service, context: RequestContext, body: requests.TokenizeContentBody
+) -> Response:
+    tokenizer = service.use(context, body.model).model.tokenizer
+    add_special = bool(body.add_special)
+    ids = tokenizer.encode(body.content, add_special, offload=offload, param="content")
+    if not body.with_pieces:
+        return json_response(responses.TokenizedContent([*ids]))
+    return json_response(responses.TokenizedContent([_piece(tokenizer, each) for each in ids]))
+
+
+def _piece(tokenizer: Tokenizer, token_id: int) -> responses.TokenPiece:
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return responses.TokenPiece(token_id, data.decode())
+    except UnicodeDecodeError:
+        return responses.TokenPiece(token_id, list(data))
 
 
 def _tokenize_chat(
@@ -219,4 +244,4 @@ def detokenize(service: Service, context: RequestContext) -> Response:
     model = service.use(context, body.model).model
     check_token_ids(body.tokens, model.card.vocab_size, "tokens")
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return json_response(responses.Detokenized(text))
+    return json_response(responses.Detokenized(prompt=text, content=text))

@@ -110,6 +110,13 @@ OPTIONS = {
     **{"num_predict": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7},
     **{"stop": ["zz"], "repeat_penalty": 1.1, "num_ctx": 4096, "mirostat": 0},
 }
+LLAMA_CPP = {
+    **{"prompt": "hi", "n_predict": 5, "temperature": 0.5, "seed": 7, "n_probs": 2, "stop": ["q"]},
+    **{"typical_p": 0.9, "top_n_sigma": 1.5, "dynatemp_range": 0.2, "xtc_probability": 0.5},
+    **{"dry_multiplier": 0.8, "dry_sequence_breakers": ["\n"], "logit_bias": [["a", 1.5]]},
+    **{"samplers": ["dry", "top_k", "temperature"], "post_sampling_probs": True},
+    "response_fields": ["content", "timings/prompt_n"],
+}
 OLLAMA_CHAT = {
     **{"model": "scripted", "options": OPTIONS, "keep_alive": "5m", "think": True, "stream": True},
     "tools": [{"type": "function", "function": FUNCTION}],
@@ -167,6 +174,9 @@ RECORDED: dict[str, list[Any]] = {
     f"{CHAT}/render": [CHAT_BODY],
     COMPLETIONS: [COMPLETION, {"prompt": [104, 105], "stream": True, "suffix": "c"}],
     "/infill": [GAP],
+    "/completion": [LLAMA_CPP, {**LLAMA_CPP, "stream": True}],
+    "/completions": [LLAMA_CPP],
+    "/apply-template": [PLAIN_CHAT],
     "/api/chat": [OLLAMA_CHAT, {"model": "scripted", "messages": [], "keep_alive": 1}],
     "/api/generate": [
         {**OLLAMA_TEXT, "system": "Be brief.", "format": SCHEMA, "context": [104, 105]},
@@ -197,7 +207,10 @@ RECORDED: dict[str, list[Any]] = {
     **{path: [RERANK] for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
     "/v1/score": [SCORE, {"queries": ["a", "b"], "documents": ["c", "d"]}],
     "/score": [{"data_1": "a", "data_2": "b"}],
-    "/tokenize": [{"prompt": "hi", "add_special_tokens": True, "return_token_strs": True}],
+    "/tokenize": [
+        {"prompt": "hi", "add_special_tokens": True, "return_token_strs": True},
+        {"content": "hi", "add_special": True, "with_pieces": True},
+    ],
     "/detokenize": [{"tokens": [104, 105], "model": "scripted"}],
     FILES: [FORM],
     f"{BATCHES}/batch_1/cancel": [{}],

@@ -1,0 +1,1 @@
+"""llama.cpp's own routes: /completion, /apply-template and /props."""
