@@ -80,7 +80,8 @@ class ModelHost:
         #: Set when something has changed for requests that wait. Then it is replaced by a new one.
         self._changed = Event()
         self._num_waiting = 0
-        self._num_exits = 0  # of `link.loads`, as far as the engine client was called
+        #: `ModelLoads.num_exits`, as far as the engine client was called.
+        self._num_exits = link.loads.num_exits(self._key) if link is not None else 0
         #: Whether a client has deleted the model, so that only open requests use it.
         self.is_removed = False
 
@@ -294,7 +295,7 @@ class ModelHost:
         their exit later than the supervisor. Until then it would send requests to them as soon as
         the model is ready again.
         """
-        if self._link is not None and self._link.loads.has(self._key):
+        if self._link is not None:
             num_exits = self._link.loads.num_exits(self._key)
             if num_exits != self._num_exits:
                 self._num_exits = num_exits

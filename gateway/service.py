@@ -414,6 +414,8 @@ class Service:
             if host.key in current or not loads.has(host.key):
                 self._removed_hosts.remove(host)
                 gevent.spawn(host.close)
+                if host.key not in current:
+                    loads.remove(host.key)
 
     def _draining(self) -> ServingError | None:
         """Return the error of new requests if this process is shutting down; otherwise None."""

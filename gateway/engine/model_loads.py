@@ -71,6 +71,7 @@ class ModelLoads:
         #: The models that every gateway process serves, as the supervisor last sent them; None: it
         #: has sent none, as clients do not manage the models.
         self.hosted: list[ModelConfig] | None = None
+        self._names: set[str] = set()  # of the last states, if clients manage the models
 
     def add(self, name: str, *, is_unloaded: bool) -> None:
         """Add a model, unless the supervisor has reported its state already. `is_unloaded`: it is
@@ -78,8 +79,12 @@ class ModelLoads:
         self._loads.setdefault(name, _Load(was_unloaded=is_unloaded))
 
     def has(self, name: str) -> bool:
-        """Return whether the model was added, and not removed since."""
-        return name in self._loads
+        """Return whether the supervisor has the model, as far as it has reported."""
+        return name in self._names
+
+    def remove(self, name: str) -> None:
+        """Forget a model that the supervisor has removed."""
+        self._loads.pop(name, None)
 
     def state(self, name: str) -> ModelState | None:
         """Return the last state of a model; None if the supervisor has sent none yet."""
@@ -189,13 +194,10 @@ class ModelLoads:
             _refuse(load, message.message)
 
     def _update(self, message: ModelStates, hosted: list[ModelConfig]) -> None:
-        """Add the models that are new, and remove those that the supervisor does not have any
-        more."""
+        """Note which models there are, and add those that are new."""
         self.hosted = hosted
-        names = [state.name for state in message.models]
-        for name in self._loads.keys() - set(names):
-            del self._loads[name]
-        for name in names:
+        self._names = {state.name for state in message.models}
+        for name in self._names:
             self.add(name, is_unloaded=True)
 
     def _on_state(self, load: _Load, state: ModelState, is_new: bool) -> None:

@@ -467,6 +467,7 @@ def _management(plan: ServePlan, lock: int) -> ModelManagement | None:
         hosted=msgspec.structs.replace(plan.gateway.own_model, served_name=[]),
         directory=plan.directory,
         command=lambda name, engine: engine_command(f"engine {name}", engine, lock, group=name),
+        num_engines=len(plan.managed.models),
         disk_free=lambda: free_space(hub_cache() or home()),
     )
     return ModelManagement(models, new, partial(write_saved, file))

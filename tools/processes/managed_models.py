@@ -72,6 +72,8 @@ MAX_DOWNLOADS = 16
 """Most downloads that run or wait."""
 MAX_MODELS = 64
 """Most models of a server. Each has metrics of its own."""
+MAX_NAMES = 256
+"""Most names of all models together. Every change of a model's state is sent with them."""
 MAX_FAILURES = 16
 """Most failed downloads whose causes are kept."""
 LEFTOVERS = "leftovers"
@@ -128,7 +130,7 @@ class ManagedModels:
         self._orders: list[tuple[str, Order]] = []  # removals that wait, with their models' keys
         self._running: ModelDownload | ManagedModel | str | None = None
         self._replies: list[PendingReply] = []
-        self._num_engines = len(models)
+        self._num_engines = new.num_engines
 
     @property
     def hosted(self) -> list[ModelConfig]:
@@ -212,8 +214,8 @@ class ManagedModels:
         is_downloaded = any(destination in each.names for each in self._downloads.values())
         if owner not in (None, model) or is_downloaded:
             raise InvalidRequest.at("destination", f"another model is named {destination!r}")
-        if len(model.names) >= MAX_MODELS:
-            raise InvalidRequest.at("destination", f"the model has {MAX_MODELS} names already")
+        if sum(len(each.names) for each in self._models.values()) >= MAX_NAMES:
+            raise InvalidRequest.at("destination", f"the models have {MAX_NAMES} names already")
         actions = self._add_name(model, destination)
         self._reply_later(connection)
         return actions
@@ -293,7 +295,7 @@ class ManagedModels:
         if isinstance(result, Pulled) and not download.is_cancelled:
             return self._serve(download, result)
         if download.is_cancelled:
-            self._orders.append(("", RemoveOrder(model=download.source)))
+            self._orders.append(("", RemoveOrder(model=download.source, is_partial=True)))
             return self._fail(download, DownloadFailed("the download was cancelled").info())
         error = DownloadFailed(
             "the download ended unexpectedly; the server's log may have the cause"

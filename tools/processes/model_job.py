@@ -70,9 +70,12 @@ class PullOrder(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
 
 
 class RemoveOrder(msgspec.Struct, frozen=True, tag="remove", kw_only=True):
-    """Remove a model, or the partial files of its download, from the cache."""
+    """Remove a model from the cache."""
 
     model: str
+    #: Whether only the partial files of its download are removed. Complete files may be those of
+    #: other programs.
+    is_partial: bool = False
 
 
 Order = PullOrder | RemoveOrder
@@ -178,11 +181,10 @@ def pull(order: PullOrder, report: Callable[[JobProgress], object]) -> Pulled:
 
 def remove(order: RemoveOrder) -> Removed:
     """Remove a model. Files that other models share stay. Raises Failure or OSError."""
-    try:
-        found = find_stored(order.model, stored_models(home()))
-    except Failure:
+    if order.is_partial:
         remove_leftovers(order.model, hub_cache())
         return Removed(freed_bytes=0)
+    found = find_stored(order.model, stored_models(home()))
     return Removed(freed_bytes=remove_stored(home(), found))
 
 

@@ -29,6 +29,8 @@ class NewModels:
     directory: Path
     #: Returns the command that starts the engine of a model, from the model's name.
     command: Callable[[str, EngineConfig], Command]
+    #: Number of engines that have addresses already.
+    num_engines: int
     #: Returns the free space on the disk of the downloads, in bytes.
     disk_free: Callable[[], int]
 

@@ -34,8 +34,8 @@ from tools.processes.children import Child, Command
 from tools.processes.control_server import ControlServer
 from tools.processes.control_service import ControlService
 from tools.processes.fleet import Fleet
-from tools.processes.job_runner import JobRunner
 from tools.processes.managed_models import ManagedModels
+from tools.processes.model_jobs import ModelJobs
 from tools.processes.model_phases import ModelPhase
 from tools.processes.new_models import NewModels
 from tools.processes.readiness import ChildReadiness, ReadinessPoller, ReadinessProbe
@@ -141,7 +141,7 @@ class Watch:
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeups, selectors.EVENT_READ, self._receive_signals)
         self._selector.register(readiness.changes, selectors.EVENT_READ, self._receive_readiness)
-        self._jobs = JobRunner(
+        self._jobs = ModelJobs(
             self._selector,
             terminal.log,
             on_report=control.on_job_report,

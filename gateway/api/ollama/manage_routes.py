@@ -53,9 +53,10 @@ routes = Routes("Ollama", responses.OllamaError, scope="inference")
 )
 def pull(service: Service, context: RequestContext) -> Response:
     body = read_body(service, context, OllamaPullBody)
-    name = models.served_name(named(body), listed_models(service))
+    listed = listed_models(service)
+    name = models.served_name(named(body), listed)
     is_stream = body.stream is not False
-    if name in listed_models(service):
+    if name in listed:
         return _lines(PullStatus("success")) if is_stream else json_response(PullStatus("success"))
     manager(service, context)
     replies = replies_of(service, context, PullModel(model=name))
@@ -67,6 +68,8 @@ def pull(service: Service, context: RequestContext) -> Response:
         return json_response(PullStatus("success"))
     context.is_streaming = True
     response = Response(_written(context, first, replies), content_type=JSON_LINES.content_type)
+    # The generator does not run if the client disconnects before its first line.
+    response.call_on_close(lambda: context.close(CLIENT_CLOSED_REQUEST))
     response.headers["X-Accel-Buffering"] = "no"  # otherwise nginx would buffer the stream
     return response
 

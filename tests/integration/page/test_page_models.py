@@ -96,8 +96,9 @@ def library(engine: ScriptedEngine) -> Iterator[tuple[ScriptedLibrary, GatewayPr
         models = [{"served_name": [OWN], "engine": engine.address}]
         with ScriptedSupervisor(path, {OWN: "ready"}) as supervisor:
             scripted = ScriptedLibrary(supervisor, engine)
-            config = {"models": models, "control": str(path), "file_store": "none"}
-            with GatewayProcess(**config, manage_models=True, log_requests=False) as gateway:
+            with GatewayProcess(
+                models=models, control=str(path), file_store="none", manage_models=True
+            ) as gateway:
                 yield scripted, gateway.await_ready()
 
 

@@ -94,7 +94,7 @@ class LineReader:
         self._pipe.close()
 
 
-class JobRunner:
+class ModelJobs:
     """Starts and stops the jobs of a server.
 
     selector    waits for the descriptors. The data of each is a function without arguments
