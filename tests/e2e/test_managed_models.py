@@ -216,6 +216,29 @@ def test_a_deleted_model_finishes_its_open_requests_before_its_files_are_removed
     assert all(name not in names for names in names_seen(server))
 
 
+def test_a_cancelled_download_leaves_nothing_and_can_be_started_again(
+    server: Server, hub: FakeHub, home: Path
+) -> None:
+    name = "tide/third"
+
+    def entry() -> dict[str, Any]:
+        library = json_of(requests.get(f"{server.url}/v1/library", timeout=HANG_S))
+        return next((each for each in library["models"] if each["name"] == name), {})
+
+    hub.stalls_after = 1000
+    with ThreadPoolExecutor() as pool:
+        download = pool.submit(pull, server, name)
+        assert eventually(lambda: entry().get("download", {}).get("completed"))
+        hub.stalls_after = None
+        assert delete(server, name).status_code == 200
+        assert download.result()[-1] == {"error": "the download was cancelled"}
+    folder = home / "huggingface" / "hub" / "models--tide--third"
+    assert eventually(lambda: not folder.exists())
+    assert entry() == {}
+    assert pull(server, name)[-1] == {"status": "success"}
+    assert delete(server, name).status_code == 200
+
+
 def test_a_restarted_server_has_the_models_that_clients_have_left_it(
     start: Callable[..., Server], model: Path
 ) -> None:

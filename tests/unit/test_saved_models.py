@@ -1,4 +1,4 @@
-"""The models that clients have added, between two starts of a server."""
+"""The models that clients have added, between two starts, and the reports of a download."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import msgspec
 import pytest
 
 from tools.models.catalogue import DEFAULT
-from tools.models.download import FileProgress
+from tools.models.download import FileProgress, NoDownload, NoSpace
 from tools.models.records import PulledFile, PulledModel, write_record
-from tools.processes.model_job import REPORT_S, JobProgress, ProgressReporter
+from tools.processes.model_job import (
+    REPORT_S,
+    JobProgress,
+    ProgressReporter,
+    UnservableModel,
+    error_of,
+)
 from tools.processes.saved_models import (
     SavedModel,
     operators_source,
@@ -120,3 +126,25 @@ def test_progress_is_reported_a_few_times_a_second_and_at_the_end_of_each_file()
         ("pulling abababababab", 9),
         ("pulling cdcdcdcdcdcd", 1),
     ]
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "words"),
+    [
+        (NoSpace("in /cache", needed=9 * 10**9, free=10**9), "disk_full", "9.0 GB needed, 1.0 GB"),
+        (NoDownload("http://mirror", "unknown"), "model_not_found", "no model 'a/b'"),
+        (NoDownload("http://mirror", "terms"), "invalid_request", "accepted its terms"),
+        (NoDownload("http://mirror", "network"), "download_failed", "pull the model again"),
+        (NoDownload("in /cache"), "download_failed", "the server's log"),
+        (UnservableModel("it needs 9 GiB"), "invalid_request", "it needs 9 GiB"),
+        (OSError("/cache: read-only"), "download_failed", "the server's log"),
+    ],
+)
+def test_a_client_gets_the_cause_of_a_failure_without_paths_and_addresses(
+    failure: Exception, code: str, words: str
+) -> None:
+    error = error_of(failure, "a/b")
+    assert error.code == code
+    assert words in error.message
+    assert "/cache" not in error.message
+    assert "http" not in error.message
