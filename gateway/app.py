@@ -21,6 +21,7 @@ from gateway.api.encode import routes as encode
 from gateway.api.infill import routes as infill
 from gateway.api.llama_cpp import routes as llama_cpp
 from gateway.api.ollama import embed_routes as ollama_embed
+from gateway.api.ollama import manage_routes as ollama_manage
 from gateway.api.ollama import routes as ollama
 from gateway.api.ollama.responses import error_body as ollama_error_body
 from gateway.api.openai import resume_routes
@@ -29,7 +30,7 @@ from gateway.api.openai.responses import ErrorAnswer, error_body
 from gateway.api.render import routes as rendering
 from gateway.api.responses import routes as responses
 from gateway.api.responses.events import interrupted_response
-from gateway.api.server import adapters, admin, web
+from gateway.api.server import adapters, admin, library, web
 from gateway.api.tokens import routes as tokens
 from gateway.api.watch import routes as watch
 from gateway.auth.gate import Gate, RequestHead, Scopes
@@ -106,9 +107,11 @@ ROUTES: tuple[Route, ...] = (
     *llama_cpp.routes,
     *ollama.routes,
     *ollama_embed.routes,
+    *ollama_manage.routes,
     *rendering.routes,
     *admin.routes,
     *adapters.routes,
+    *library.routes,
     *watch.routes,
     *web.routes,
     *own_routes,
@@ -262,7 +265,7 @@ def _record_listeners(service: Service, *, is_probe: bool) -> list[Callable[[Req
     """Return the functions that get the record of the current request: metrics, access log and
     tracing."""
     logs = service.config.log_requests and not is_probe
-    names_model = len(service.hosts) > 1
+    names_model = service.config.has_several
     log_request = partial(access_log.log_request, names_model=names_model)
     listeners: list[Callable[[RequestRecord], None]] = [service.metrics.count]
     if logs:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import gevent
+import msgspec
 from gevent.event import Event
 
 from gateway.context import RequestContext
@@ -33,7 +34,7 @@ from protocol.engine.adapters import AdapterInfo
 from protocol.engine.messages import Limits
 from protocol.engine.model_card import ModelCard, SamplingDefaults, read_card
 from protocol.tools.control import LoadState
-from protocol.wire.errors import EngineNotReady, InvalidRequest, ServingError
+from protocol.wire.errors import EngineNotReady, InvalidRequest, ServingError, UnknownModel
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,10 @@ class ModelHost:
         #: Set when something has changed for requests that wait. Then it is replaced by a new one.
         self._changed = Event()
         self._num_waiting = 0
-        self._num_exits = 0  # of `link.loads`, as far as the engine client was called
+        #: `ModelLoads.num_exits`, as far as the engine client was called.
+        self._num_exits = link.loads.num_exits(self._key) if link is not None else 0
+        #: Whether a client has deleted the model, so that only open requests use it.
+        self.is_removed = False
 
     def start(self) -> None:
         """Start the trial of the tokenizer, if one is needed, and the engine client. Call this
@@ -90,6 +94,24 @@ class ModelHost:
     def close(self) -> None:
         self.engine.close()
         self._preparation.close()
+
+    @property
+    def key(self) -> str:
+        """The name of the model in the supervisor, which does not change."""
+        return self._key
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Serve the model under other names from now on."""
+        if list(names) != self.config.served_name:
+            self.config = msgspec.structs.replace(
+                self.config, served_name=list(names), key=self._key
+            )
+            self._preparation.rename(self.config)
+
+    def remove(self) -> None:
+        """End the waits for the model, because a client has deleted it. Open requests continue."""
+        self.is_removed = True
+        self.on_change()
 
     # ---- the model
 
@@ -291,7 +313,12 @@ class ModelHost:
     ) -> None:
         """Return as soon as the model is available. `trouble` is why it is not."""
         link = self._link
-        if link is None or not link.loads.keeps_requests(self._key) or self._is_unservable:
+        if (
+            link is None
+            or self.is_removed
+            or not link.loads.keeps_requests(self._key)
+            or self._is_unservable
+        ):
             raise trouble
         log.info("a request waits until %s is loaded", self.name)
         until, too_late = limits.load_deadline(self.name, time.monotonic())
@@ -311,6 +338,8 @@ class ModelHost:
             while (problem := self._refusal()) is not None:
                 if is_gone.is_set():
                     raise ClientGone
+                if self.is_removed:
+                    raise self._removed_error()
                 if self._end_of_service() is not None or self._is_unservable:
                     raise problem
                 if link.loads.num_refusals(self._key) != refusals:
@@ -324,8 +353,13 @@ class ModelHost:
             link.loads.release(self._key)
             hang_up.close()
 
+    def _removed_error(self) -> ServingError:
+        return UnknownModel(f"the model {self.name} was deleted", param="model")
+
     def _refusal(self) -> ServingError | None:
         """Return why no request may be given to the model's engines now, or None."""
+        if self.is_removed:
+            return self._removed_error()
         refusal = self._end_of_service() or self.trouble()
         if refusal is None and self._link is not None and not self._link.loads.accepts(self._key):
             return EngineNotReady("the model is loading", retry_after_s=1)

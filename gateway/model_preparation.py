@@ -11,6 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from gevent.lock import Semaphore
 
@@ -55,6 +56,13 @@ class ModelPreparation:
         self._text: ModelText | None = None
         self._served_card: ModelCard | None = None
         self._unservable: tuple[ModelCard, ValueError] | None = None
+
+    def rename(self, config: ModelConfig) -> None:
+        """Use other names for the model. `config` differs from the last one only in them."""
+        self._config = config
+        self.options = replace(self.options, served_names=config.served_name)
+        if self.served is not None:
+            self.served = replace(self.served, names=config.served_name)
 
     def start(self) -> None:
         """Start the trial of the tokenizer, if one is needed. Call this after the fork."""

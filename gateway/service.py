@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -50,7 +50,14 @@ from gateway.thread_pool import result_of
 from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
 from protocol.process.exit_codes import ExitCode
 from protocol.wire.cluster_key import read_cluster_key
-from protocol.wire.errors import Draining, EngineLost, InvalidRequest, ServingError, UnknownModel
+from protocol.wire.errors import (
+    Draining,
+    EngineLost,
+    EngineNotReady,
+    InvalidRequest,
+    ServingError,
+    UnknownModel,
+)
 from protocol.wire.sockets import checked_engine_address
 
 log = logging.getLogger(__name__)
@@ -138,7 +145,7 @@ class Service:
         self.bodies = BodyReader(config.max_body_mib << 20, BodyMemory(config.body_memory_bytes))
         self.keys = KeyWatch(config)
         self.metrics = Metrics(
-            self._list_engines, [m.served_name[0] for m in config.models if len(config.models) > 1]
+            self._list_engines, [m.served_name[0] for m in config.models if config.has_several]
         )
         self.link = (
             SupervisorLink(config.control, ModelLoads(), self._on_loads_change)
@@ -147,6 +154,8 @@ class Service:
         )
         #: The models in the order of the config; at least one.
         self.hosts = [self._new_host(model) for model in config.hosted]
+        #: Hosts of models that clients have deleted, until their last request has ended.
+        self._removed_hosts: list[ModelHost] = []
         #: Returns whether this process is shutting down. The server that runs it (gunicorn) sets
         #: this attribute and the next four.
         self.is_draining: Callable[[], bool] = lambda: False
@@ -239,7 +248,7 @@ class Service:
             self.files.close()
         if self.link is not None:
             self.link.close()
-        for host in self.hosts:
+        for host in [*self.hosts, *self._removed_hosts]:
             host.close()
         self.templates.close()
         if self.tracing is not None:
@@ -293,7 +302,7 @@ class Service:
         there are several models. The name of the only model may be unknown until it is ready, so
         `use` checks it.
         """
-        if len(self.hosts) == 1:
+        if len(self.hosts) == 1 and (name is None or not self.config.manage_models):
             return self.hosts[0]
         if name is None:
             raise InvalidRequest.at(
@@ -306,7 +315,15 @@ class Service:
         for host in self.hosts:
             if model in host.names or host.adapter_of(name) is not None:
                 return host
+        self.check_models_known()
         raise self.unknown_model(name)
+
+    def check_models_known(self) -> None:
+        """Raise EngineNotReady if clients manage the models, and this process has not received them
+        yet. A process that has replaced another one starts with the models of the command line."""
+        link = self.link
+        if link is not None and self.config.manage_models and link.loads.hosted is None:
+            raise EngineNotReady("the supervisor has not reported the models yet", retry_after_s=1)
 
     def use(
         self,
@@ -331,7 +348,7 @@ class Service:
             raise draining
         host = self.host(name)
         use = host.use(context, TimeLimits.from_request(body, self.config))
-        if name is not None and name not in use.model.names:
+        if name is not None and name not in host.names:
             if (adapter := host.adapter_of(name)) is None:
                 raise self.unknown_model(name)
             if body is not None and ability != "generate":
@@ -363,15 +380,42 @@ class Service:
         return [] if self.is_draining() else [h for h in self.hosts if h.trouble() is None]
 
     def _list_engines(self) -> list[ModelEngines]:
-        several = len(self.hosts) > 1
+        several = self.config.has_several
         return [
             ModelEngines(host.name if several or host.has_served else "", host.engine.connections)
             for host in self.hosts
         ]
 
     def _on_loads_change(self) -> None:
-        for host in self.hosts:
+        for host in [*self.hosts, *self._removed_hosts]:
             host.on_loads_change()
+        assert self.link is not None
+        if self.link.loads.hosted is not None:
+            self._update_hosts(self.link.loads, self.link.loads.hosted)
+
+    def _update_hosts(self, loads: ModelLoads, hosted: Sequence[ModelConfig]) -> None:
+        """Serve the models `hosted`. A model that was deleted keeps its host until the supervisor
+        has unloaded it."""
+        before = {(host.key, host.config.engine): host for host in self.hosts}
+        hosts = []
+        for config in hosted:
+            host = before.pop((config.supervised_name, config.engine), None)
+            if host is None:
+                host = self._new_host(config)
+                host.start()
+            host.rename(config.served_name)
+            hosts.append(host)
+        self.hosts = hosts
+        for host in before.values():
+            host.remove()
+            self._removed_hosts.append(host)
+        current = {host.key for host in hosts}
+        for host in [*self._removed_hosts]:
+            if host.key in current or not loads.has(host.key):
+                self._removed_hosts.remove(host)
+                gevent.spawn(host.close)
+                if host.key not in current:
+                    loads.remove(host.key)
 
     def _draining(self) -> ServingError | None:
         """Return the error of new requests if this process is shutting down; otherwise None."""
@@ -382,7 +426,7 @@ class Service:
     def _on_unservable(self, error: ValueError) -> None:
         """End the process if its only model cannot be served. With several models, the others
         continue."""
-        if len(self.hosts) > 1:
+        if self.config.has_several:
             return
         code = None if isinstance(error, WrongOption) else ExitCode.BAD_MODEL
         self.give_up(str(error), code)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import gevent
 from gevent import socket
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.25
 COMMAND_TIMEOUT_S = 10.0
+UNREACHABLE, CLOSED = "the supervisor cannot be reached", "it has closed the connection"
 _READ_BYTES = 1 << 16
 
 
@@ -74,7 +75,7 @@ class SupervisorLink:
         try:
             reply = self._command(StopModel(model=model))
         except (OSError, WireError) as error:
-            raise EngineNotReady(f"the supervisor cannot be reached: {error}") from None
+            raise EngineNotReady(f"{UNREACHABLE}: {error}") from None
         if isinstance(reply, ControlError):
             raise EngineNotReady(f"the model {model} cannot be unloaded: {reply.message}")
         return reply.version
@@ -122,15 +123,44 @@ class SupervisorLink:
 
     def _command(self, message: ToSupervisor) -> ModelStates | ControlError:
         """Send a message on a connection of its own, and return the reply."""
+        for reply in self._replies(message, COMMAND_TIMEOUT_S):
+            if isinstance(reply, ModelStates | ControlError):
+                return reply
+            if reply is None:
+                raise TimeoutError("it does not answer")
+        raise OSError(CLOSED)
+
+    def _replies(self, message: ToSupervisor, every_s: float) -> Iterator[FromSupervisor | None]:
+        """Send a message on a connection of its own, and yield each reply. Yield None whenever
+        there was none for `every_s` seconds. Raises OSError or WireError."""
         reader: ControlReader[FromSupervisor] = ControlReader(FromSupervisor)
         with _connected(self._path) as connection:
-            connection.settimeout(COMMAND_TIMEOUT_S)
+            connection.settimeout(every_s)
             connection.sendall(encode(message))
-            while data := connection.recv(_READ_BYTES):
-                for reply in reader.push(data):
-                    if isinstance(reply, ModelStates | ControlError):
-                        return reply
-        raise OSError("it has closed the connection")
+            while True:
+                try:
+                    data = connection.recv(_READ_BYTES)
+                except TimeoutError:
+                    yield None
+                    continue
+                if not data:
+                    return
+                yield from reader.push(data)
+
+    def manage(self, message: ToSupervisor, every_s: float) -> Iterator[FromSupervisor | None]:
+        """Have the supervisor change or list the models that clients manage. Yield its replies,
+        without end, and None whenever there was none for `every_s` seconds.
+
+        Raises the error with which it refuses. Raises EngineNotReady if it cannot be reached.
+        """
+        try:
+            for reply in self._replies(message, every_s):
+                if isinstance(reply, ControlError):
+                    raise reply.error()
+                yield reply
+        except (OSError, WireError) as error:
+            raise EngineNotReady(f"{UNREACHABLE}: {error}") from None
+        raise EngineNotReady(f"{UNREACHABLE}: {CLOSED}")
 
 
 def _connected(path: str) -> socket.socket:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.config.gateway import ModelConfig
 from protocol.tools.control import (
     ControlError,
     FromSupervisor,
@@ -67,10 +68,23 @@ class ModelLoads:
         self.version = 0
         #: Version in the last report on this connection.
         self._reported = 0
+        #: The models that every gateway process serves, as the supervisor last sent them; None: it
+        #: has sent none, as clients do not manage the models.
+        self.hosted: list[ModelConfig] | None = None
+        self._names: set[str] = set()  # of the last states, if clients manage the models
 
     def add(self, name: str, *, is_unloaded: bool) -> None:
-        """Add a model. `is_unloaded`: it is loaded on first use."""
-        self._loads[name] = _Load(was_unloaded=is_unloaded)
+        """Add a model, unless the supervisor has reported its state already. `is_unloaded`: it is
+        loaded on first use."""
+        self._loads.setdefault(name, _Load(was_unloaded=is_unloaded))
+
+    def has(self, name: str) -> bool:
+        """Return whether the supervisor has the model, as far as it has reported."""
+        return name in self._names
+
+    def remove(self, name: str) -> None:
+        """Forget a model that the supervisor has removed."""
+        self._loads.pop(name, None)
 
     def state(self, name: str) -> ModelState | None:
         """Return the last state of a model; None if the supervisor has sent none yet."""
@@ -109,8 +123,10 @@ class ModelLoads:
         load.is_used = True
 
     def close(self, name: str) -> None:
-        """Count the end of a request."""
-        self._loads[name].num_open -= 1
+        """Count the end of a request. Its model may have been removed, if the supervisor has not
+        received a report of this process for long."""
+        if (load := self._loads.get(name)) is not None:
+            load.num_open -= 1
 
     def keep(self, name: str) -> None:
         """Count a request that waits until the model is ready, until `release`."""
@@ -119,7 +135,8 @@ class ModelLoads:
     def release(self, name: str) -> None:
         """Count the end of a request's wait for the model, whether the model became ready or the
         request failed. If the request goes on to the engines, the caller must call `open` too."""
-        load = self._loads[name]
+        if (load := self._loads.get(name)) is None:
+            return
         load.num_kept -= 1
         if not load.num_kept:
             load.is_requested = False  # the supervisor may forget a model that nobody waits for
@@ -166,6 +183,8 @@ class ModelLoads:
     def on_message(self, message: FromSupervisor) -> None:
         if isinstance(message, ModelStates):
             is_new, self.version = message.version != self.version, message.version
+            if message.hosted is not None:
+                self._update(message, message.hosted)
             for state in message.models:
                 if (load := self._loads.get(state.name)) is not None:
                     self._on_state(load, state, is_new)
@@ -173,6 +192,13 @@ class ModelLoads:
             load = self._loads[message.model]
             load.is_requested = False
             _refuse(load, message.message)
+
+    def _update(self, message: ModelStates, hosted: list[ModelConfig]) -> None:
+        """Note which models there are, and add those that are new."""
+        self.hosted = hosted
+        self._names = {state.name for state in message.models}
+        for name in self._names:
+            self.add(name, is_unloaded=True)
 
     def _on_state(self, load: _Load, state: ModelState, is_new: bool) -> None:
         """Note the state of a model. `is_new`: it belongs to a new version."""

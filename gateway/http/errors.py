@@ -27,6 +27,8 @@ from gateway.auth.request_head import MAX_SHOWN_CHARS, printable
 from protocol.wire.errors import (
     ContextExcess,
     ContextTooLong,
+    DiskFull,
+    DownloadFailed,
     Draining,
     EngineLost,
     EngineNotReady,
@@ -78,6 +80,8 @@ _STATUS: dict[type[ServingError], int] = {
     NoEngine: 501,
     EngineLost: 503,
     StaleAdapter: 503,
+    DownloadFailed: 502,
+    DiskFull: 507,
     Draining: 503,
     StoreUnusable: 503,
 }

@@ -35,7 +35,9 @@ _MEANINGS = {
     429: "The server is overloaded or a limit is reached. Retry after `Retry-After` seconds.",
     500: "Internal server error. The server's log has details under the id in the message.",
     501: "This server does not support the operation.",
+    502: "A model could not be downloaded.",
     503: "The server cannot serve requests now. Retry after `Retry-After` seconds.",
+    507: "The disk is too small for the model.",
 }
 """Status -> its description in the document."""
 

@@ -70,6 +70,10 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     """One of the models of a gateway: its names, its engines, and how its requests are prepared."""
 
     served_name: ServedNames = []
+    key: Annotated[
+        str,
+        about("name of the model in the supervisor; default: the first served name", wiring=True),
+    ] = ""
     load: Annotated[Load, about("when the model is loaded", wiring=True)] = "start"
     engine: EngineAddress = ""
     card: CardFilePath = ""
@@ -88,7 +92,7 @@ class ModelConfig(Config, frozen=True, kw_only=True):
     @property
     def supervised_name(self) -> str:
         """The name by which the supervisor loads and unloads the model."""
-        return self.served_name[0] if self.served_name else "model"
+        return self.key or (self.served_name[0] if self.served_name else "model")
 
     @property
     def names_formats(self) -> bool:
@@ -211,6 +215,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         ),
     ] = True
     served_name: ServedNames = []
+    manage_models: Annotated[
+        bool,
+        about(
+            "let keys with the scope admin download, copy and delete models while the server runs, "
+            "over Ollama's API and on the web page"
+        ),
+    ] = False
     max_body_mib: Annotated[int, about("largest request body", ge=1, le=1024)] = 16
     body_memory_mib: Annotated[
         int,
@@ -386,6 +397,11 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         return bool(self.api_keys or self.api_key or self.api_key_digests)
 
     @property
+    def has_several(self) -> bool:
+        """Whether requests choose among several models, or may do so later."""
+        return len(self.models) > 1 or self.manage_models
+
+    @property
     def body_memory_bytes(self) -> int:
         """The memory for large request bodies."""
         return (self.body_memory_mib or 8 * self.max_body_mib) << 20
@@ -393,8 +409,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     @property
     def hosted(self) -> list[ModelConfig]:
         """The models to serve: `models`, or the one model that this config describes itself."""
+        return self.models or [self.own_model]
+
+    @property
+    def own_model(self) -> ModelConfig:
+        """The one model that this config describes itself, or the options of all its models."""
         names = set(ModelConfig.__struct_fields__) & set(GatewayConfig.__struct_fields__)
-        return self.models or [ModelConfig(**{name: getattr(self, name) for name in names})]
+        return ModelConfig(**{name: getattr(self, name) for name in names})
 
     def __post_init__(self) -> None:
         self._make_absolute("chat_template", "api_keys", "engines_file")

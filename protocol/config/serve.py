@@ -181,7 +181,8 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
         used = [*self._ways, *["cluster_key"] * bool(self.cluster_key)]
         if used:
             raise ValueError(
-                f"{used[0]} cannot be combined with several models, load or idle_unload_s"
+                f"{used[0]} cannot be combined with several models, load, idle_unload_s or "
+                "manage_models"
             )
 
     @property

@@ -9,6 +9,10 @@ A command sends one request at a time and receives its reply:
     StartModel, StopModel, GetModels    one `ModelStates` or `ControlError`
     RollEngines                         `RollProgress` for each change, then `RollEnded`; or
                                         `ControlError` if the roll cannot start
+    PullModel                           `PullProgress` for each change, then `PullEnded`; or
+                                        `ControlError` if the download cannot start
+    CopyModel, DeleteModel              one `ModelStates` or `ControlError`
+    GetLibrary                          one `ModelLibrary` or `ControlError`
 
 A gateway process keeps one connection and follows these rules. They guarantee that no model is
 unloaded under a request:
@@ -29,6 +33,11 @@ unloaded under a request:
 
 The supervisor stops a model's engines only after each gateway has confirmed the state "stopping",
 by its version, in a report without open requests of that model.
+
+If clients manage the models, each `ModelStates` has the models that every gateway must serve, in
+`hosted`. `PullEnded`, and the reply to `CopyModel` and `DeleteModel`, are sent after every gateway
+has confirmed the version with the change. So whoever receives them finds the same models in each
+gateway.
 """
 
 from __future__ import annotations
@@ -38,7 +47,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from protocol.wire.errors import WireError
+from protocol.config.gateway import ModelConfig
+from protocol.wire.errors import EngineNotReady, ErrorInfo, ServingError, WireError, error_from
 
 SOCKET = "control.sock"
 """Name of the supervisor's socket in the run directory."""
@@ -102,6 +112,34 @@ class RollEngines(ControlMessage, frozen=True, kw_only=True):
     """Command -> supervisor. Restart the engines of each group of replicas one after the other."""
 
 
+class PullModel(ControlMessage, frozen=True, kw_only=True):
+    """Gateway -> supervisor. Download a model and serve it, or follow its download. The download
+    continues if the connection ends."""
+
+    #: A name of the catalogue, or of a model on the Hugging Face Hub.
+    model: str
+
+
+class CopyModel(ControlMessage, frozen=True, kw_only=True):
+    """Gateway -> supervisor. Serve a model under one more name."""
+
+    source: str
+    destination: str
+
+
+class DeleteModel(ControlMessage, frozen=True, kw_only=True):
+    """Gateway -> supervisor. Remove a name of a model. If that is the last name, unload the model
+    after its open requests have finished, and remove its files. If the model is being downloaded,
+    cancel the download, and remove the partial files."""
+
+    model: str
+
+
+class GetLibrary(ControlMessage, frozen=True, kw_only=True):
+    """Gateway -> supervisor. Return the models that clients can download, and those that they
+    have."""
+
+
 # ---- supervisor -> gateway or command
 
 
@@ -132,6 +170,8 @@ class ModelStates(ControlMessage, frozen=True, kw_only=True):
     used_bytes: int = 0
     #: Memory that all models together may use; 0: not limited.
     limit_bytes: int = 0
+    #: The models that each gateway serves, in the order of lists. None: those of its own config.
+    hosted: list[ModelConfig] | None = None
 
 
 class ControlError(ControlMessage, frozen=True, kw_only=True):
@@ -140,6 +180,14 @@ class ControlError(ControlMessage, frozen=True, kw_only=True):
     message: str
     #: The model that the request named; "" if it named none.
     model: str = ""
+    #: Code of the error (`protocol.wire.errors`) whose fault it is.
+    code: str = EngineNotReady.code
+    #: The field of the request at fault; None if none is.
+    param: str | None = None
+
+    def error(self) -> ServingError:
+        """Return the exception that tells a client about the refusal."""
+        return error_from(ErrorInfo(code=self.code, message=self.message, param=self.param))
 
 
 class RollProgress(ControlMessage, frozen=True, kw_only=True):
@@ -159,8 +207,74 @@ class RollEnded(ControlMessage, frozen=True, kw_only=True):
     error: str = ""
 
 
-ToSupervisor = StartModel | StopModel | ReportUse | GetModels | RollEngines
-FromSupervisor = ModelStates | ControlError | RollProgress | RollEnded
+class PullProgress(ControlMessage, frozen=True, kw_only=True):
+    """Supervisor -> gateway. The stage of a download, or its progress with one file."""
+
+    model: str
+    #: In words, as Ollama has them: "pulling manifest", "pulling 8eeb52dfb3bb", "success".
+    status: str
+    #: Digest of the file: "sha256:HEX", or "sha1:HEX" of a small file; "": the stage has no file.
+    digest: str = ""
+    #: Size of the file, and how much of it is here, in bytes.
+    total: int = 0
+    completed: int = 0
+
+
+class PullEnded(ControlMessage, frozen=True, kw_only=True):
+    """Supervisor -> gateway. The model is served, or the download has failed."""
+
+    model: str
+    #: Why it failed; None: the model is served.
+    error: ErrorInfo | None = None
+
+
+class DownloadableModel(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A model of the catalogue, or another one that clients have downloaded or copied."""
+
+    name: str
+    #: "" if nothing is known.
+    description: str = ""
+    licence: str = ""
+    #: Size of the download. It is an estimate for models on the Hub; 0: unknown.
+    download_bytes: int = 0
+    #: Memory of its weights, as they are downloaded; 0: unknown.
+    weights_bytes: int = 0
+    #: Whether the Hub gives its files only to users who accepted the model's terms.
+    is_gated: bool = False
+    #: Whether the model is served.
+    is_served: bool = False
+    #: Whether clients may delete this name.
+    is_deletable: bool = False
+    #: Its download, if one is running or waiting.
+    pull: PullProgress | None = None
+    #: Why its last download failed; "" if it did not.
+    error: str = ""
+
+
+class ModelLibrary(ControlMessage, frozen=True, kw_only=True):
+    """Supervisor -> gateway. The models that clients can download, and those that they have."""
+
+    models: list[DownloadableModel]
+    #: Free space on the disk of the downloads.
+    disk_free_bytes: int
+    #: Memory that all models together may use; 0: not limited.
+    memory_bytes: int = 0
+
+
+ToSupervisor = (
+    StartModel
+    | StopModel
+    | ReportUse
+    | GetModels
+    | RollEngines
+    | PullModel
+    | CopyModel
+    | DeleteModel
+    | GetLibrary
+)
+FromSupervisor = (
+    ModelStates | ControlError | RollProgress | RollEnded | PullProgress | PullEnded | ModelLibrary
+)
 M = TypeVar("M")
 
 

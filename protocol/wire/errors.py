@@ -16,6 +16,8 @@ ServingError
 │   ├── NoEngine            "no_engine"                 this server has no engine
 │   ├── StepFailed          "step_failed"               the computation of this request failed
 │   ├── StaleAdapter        "stale_adapter"             its adapter was replaced under its name
+│   ├── DownloadFailed      "download_failed"           a model could not be downloaded
+│   ├── DiskFull            "disk_full"                 a model needs more space than is free
 │   └── Draining            "draining"                  new requests are refused
 └── WireError             a message is malformed; it is dropped and counted
 
@@ -190,6 +192,14 @@ class StepFailed(EngineError):
 
 class StaleAdapter(EngineError):
     code = "stale_adapter"
+
+
+class DownloadFailed(EngineError):
+    code = "download_failed"
+
+
+class DiskFull(EngineError):
+    code = "disk_full"
 
 
 class Draining(EngineError):

@@ -31,6 +31,7 @@ REFUSED = {
     "/v1/unload_lora_adapter",
     "/infill",  # which has no tokens for that
     *("/api/push", "/api/create", "/api/copy", "/api/delete"),  # and is the operator's
+    "/v1/library",
 }
 """Routes that this server refuses."""
 NAMING = "/api/"

@@ -19,7 +19,8 @@ import pytest
 
 from protocol.tools.control import ModelStates, ReportUse
 from tests.support.examples import examples
-from tools.processes.fleet import LOADED, DrainModel, Fleet, FleetAction, FleetLimits, ModelRefused
+from tools.processes.fleet import DrainModel, Fleet, FleetAction, FleetLimits, ModelRefused
+from tools.processes.model_phases import LOADED
 
 REQUESTS_UNTIL_S = 120.0
 END_S = 3000.0

@@ -10,18 +10,23 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
+from protocol.config.gateway import ModelConfig
 from protocol.tools.control import (
     ControlError,
     ControlReader,
+    CopyModel,
+    DeleteModel,
     FromSupervisor,
+    GetLibrary,
     GetModels,
     LoadState,
     ModelState,
     ModelStates,
+    PullModel,
     ReportUse,
     RollEngines,
     StartModel,
@@ -31,12 +36,17 @@ from protocol.tools.control import (
 )
 from tests.support.waiting import eventually
 
+ManageRequest = GetLibrary | PullModel | CopyModel | DeleteModel
+
 
 class ScriptedSupervisor:
     """Sends the states of models to every connection, and records what it receives.
 
     on_start   called with each model that is requested; it may return why that is refused
     on_stop    the same for each model that is to be unloaded
+    on_manage  called with each request about the models that clients manage; returns the replies
+    managed    all these requests
+    hosted     the models that gateways serve, which `set` sends; None: those of their own config
     started    the models of all StartModel messages
     stopped    the models of all StopModel messages
     reports    the last report of each connection, in the order of the connections
@@ -48,6 +58,7 @@ class ScriptedSupervisor:
         self.reset()
         self.reports: list[ReportUse] = []
         self.is_late = False
+        self.hosted: list[ModelConfig] | None = None
         self._states = {name: ModelState(name=name, state=state) for name, state in states.items()}
         self._version = 1
         self._lock = threading.RLock()
@@ -74,6 +85,8 @@ class ScriptedSupervisor:
         """Accept all requests again, and empty what was recorded of them."""
         self.on_start: Callable[[str], str | None] = lambda model: None
         self.on_stop: Callable[[str], str | None] = lambda model: None
+        self.on_manage: Callable[[ManageRequest], Iterable[FromSupervisor]] = lambda message: ()
+        self.managed: list[ManageRequest] = []
         self.started: list[str] = []
         self.stopped: list[str] = []
 
@@ -88,9 +101,12 @@ class ScriptedSupervisor:
         """Change a state, and send all states to all connections."""
         with self._lock:
             self._states[name] = ModelState(name=name, state=state, error=error)
-            self._version += 1
-            for connection in self._connections:
-                self._send(connection, self._all)
+            self._publish()
+
+    def _publish(self) -> None:
+        self._version += 1
+        for connection in self._connections:
+            self._send(connection, self._all)
 
     def await_start(self, name: str) -> None:
         assert eventually(lambda: name in self.started), f"{name} was not requested"
@@ -104,7 +120,19 @@ class ScriptedSupervisor:
 
     @property
     def _all(self) -> ModelStates:
-        return ModelStates(version=self._version, models=list(self._states.values()))
+        models = list(self._states.values())
+        return ModelStates(version=self._version, models=models, hosted=self.hosted)
+
+    @property
+    def states(self) -> ModelStates:
+        """What a command receives that has changed nothing."""
+        return self._all
+
+    def remove(self, name: str) -> None:
+        """Remove a model, and send the others to all connections."""
+        with self._lock:
+            del self._states[name]
+            self._publish()
 
     def _accept(self) -> None:
         while True:
@@ -145,6 +173,10 @@ class ScriptedSupervisor:
                 self._reply(connection, model, self.on_stop(model))
             case GetModels():
                 self._send(connection, self._all)
+            case GetLibrary() | PullModel() | CopyModel() | DeleteModel():
+                self.managed.append(message)
+                for reply in self.on_manage(message):
+                    self._send(connection, reply)
             case RollEngines():
                 raise AssertionError("a gateway does not restart engines")
 

@@ -25,6 +25,7 @@ class Server(Program):
 
     model      the argument MODEL; None: the default model; "": none
     models     the arguments MODEL of a server with several models, in place of `model`
+    port       0: any free one
     url        HTTP address
     address    ZeroMQ address of the engine
     ready_s    duration of the start, as the server prints it
@@ -36,8 +37,9 @@ class Server(Program):
         model: str | None = None,
         models: Sequence[str] = (),
         cwd: Path = ROOT,
+        port: int = 0,
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         names = models or [str(smollm2_gguf()) if model is None else model]
         names = [name for name in names if name]

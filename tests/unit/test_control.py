@@ -15,16 +15,25 @@ from typing import get_args
 
 import pytest
 
+from protocol.config.gateway import ModelConfig
 from protocol.tools import control
 from protocol.tools.control import (
     MAX_LINE_BYTES,
     ControlError,
     ControlMessage,
     ControlReader,
+    CopyModel,
+    DeleteModel,
+    DownloadableModel,
     FromSupervisor,
+    GetLibrary,
     GetModels,
+    ModelLibrary,
     ModelState,
     ModelStates,
+    PullEnded,
+    PullModel,
+    PullProgress,
     ReportUse,
     RollEnded,
     RollEngines,
@@ -33,7 +42,7 @@ from protocol.tools.control import (
     StopModel,
     ToSupervisor,
 )
-from protocol.wire.errors import WireError
+from protocol.wire.errors import ErrorInfo, WireError
 from tools.failure import Failure
 from tools.processes.control_client import ControlClient
 
@@ -44,6 +53,10 @@ REQUESTS: tuple[ControlMessage, ...] = (
     ReportUse(open={"small": 2, "große": 0}, kept={"large": 1}, version=7),
     GetModels(),
     RollEngines(),
+    PullModel(model="owner/repo:Q4_0"),
+    CopyModel(source="small", destination="gpt"),
+    DeleteModel(model="gpt"),
+    GetLibrary(),
 )
 REPLIES: tuple[ControlMessage, ...] = (
     ModelStates(
@@ -59,6 +72,23 @@ REPLIES: tuple[ControlMessage, ...] = (
     ControlError(message="model large needs 9 GiB", model="large"),
     RollProgress(engine="engine 2", stage="ready", number=2, total=3),
     RollEnded(error="engine 2 is not ready after 600 s"),
+    ModelStates(
+        version=8,
+        models=[],
+        hosted=[ModelConfig(served_name=["gpt"], key="small", engine="ipc:///run/engine-1.sock")],
+    ),
+    ControlError(message="model: ...", code="invalid_request", param="model"),
+    PullProgress(model="gpt", status="pulling 8e", digest="sha256:8e", total=9, completed=7),
+    PullEnded(model="gpt", error=ErrorInfo(code="disk_full", message="9 GB needed, 1 GB free")),
+    ModelLibrary(
+        models=[
+            DownloadableModel(name="small", download_bytes=7, weights_bytes=9, is_gated=True),
+            DownloadableModel(
+                name="gpt", pull=PullProgress(model="gpt", status="pulling manifest")
+            ),
+        ],
+        disk_free_bytes=1 << 30,
+    ),
 )
 
 

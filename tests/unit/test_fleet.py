@@ -7,17 +7,15 @@ import pytest
 from protocol.tools.control import ReportUse
 from protocol.tools.start_facts import GIB
 from tools.processes.fleet import (
-    MODEL_MACHINE,
-    REPORTED_STATE,
     RETRY_S,
     SILENT_S,
     DrainModel,
     Fleet,
     FleetLimits,
     LoadModel,
-    ModelPhase,
     ModelRefused,
 )
+from tools.processes.model_phases import MODEL_MACHINE, REPORTED_STATE, ModelPhase
 
 MODELS = {"a": 4 * GIB, "b": 4 * GIB, "c": 8 * GIB}
 GATEWAY = 1

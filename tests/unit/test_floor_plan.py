@@ -48,6 +48,7 @@ FLASK_IN = (
     "gateway/http/*.py",
     "gateway/api/server/adapters.py",
     "gateway/api/server/admin.py",
+    "gateway/api/server/library.py",
     "gateway/api/server/web.py",
     "gateway/api/*/*routes.py",
     "gateway/offline/process.py",

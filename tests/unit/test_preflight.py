@@ -419,3 +419,11 @@ def test_flash_attention_is_found_by_its_files(
 def test_a_package_that_is_not_installed_has_no_version() -> None:
     assert gpu_libraries.version_of("no-such-package") == ""
     assert gpu_libraries.version_of("numpy")
+
+
+def test_a_plan_can_use_the_memory_of_an_earlier_time(tiny: Path) -> None:
+    gib = 1 << 30
+    (plan,) = preflight([config(tiny)], free_bytes=3 * gib).plans
+    assert plan.free_bytes == 3 * gib
+    assert plan.weights_bytes + plan.kv_bytes + plan.work_bytes <= 3 * gib
+    assert "are free" in preflight([config(tiny)], free_bytes=1 << 20).error

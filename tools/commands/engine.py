@@ -24,7 +24,6 @@ from protocol.sdk.client import Client
 from protocol.wire.errors import EngineNotReady
 from protocol.wire.sockets import local_address, run_directory
 from tools.commands.models import add_model, resolve
-from tools.commands.serve import engine_command
 from tools.config_file import add_config_option
 from tools.failure import Failure
 from tools.flags import add_flags, build
@@ -35,6 +34,7 @@ from tools.models.preflight import check_device, check_models, log_limits
 from tools.processes import run_lock
 from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child
+from tools.processes.serve_commands import engine_command
 from tools.processes.server_log import ServerLog, keeping
 from tools.processes.start_checks import check_installation, check_key, check_paths
 from tools.processes.topology import check_reachable, in_cluster, with_model

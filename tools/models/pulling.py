@@ -11,6 +11,7 @@ from pathlib import Path
 from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
+from tools.models.download import OnProgress, no_progress
 from tools.models.fetch import PrintLine
 from tools.models.names import HubName, UrlName, parse_hub_name, parse_url
 from tools.models.preflight import check_config
@@ -62,14 +63,22 @@ def pulled_path(name: HubName | UrlName, home: Path, print_line: PrintLine) -> P
     return Path(model.path)
 
 
-def pull_model(name: HubName | UrlName, home: Path, print_line: PrintLine) -> PulledModel:
+def pull_model(
+    name: HubName | UrlName,
+    home: Path,
+    print_line: PrintLine,
+    on_progress: OnProgress = no_progress,
+) -> PulledModel:
     """Download a model, or the newest version of one in the cache. Return its record. Raises
-    Failure if it cannot be downloaded or stored."""
-    return _puller(name, home, print_line)()
+    Failure if it cannot be downloaded or stored.
+
+    on_progress   called when a part of a file was received from the Hub
+    """
+    return _puller(name, home, print_line, on_progress)()
 
 
 def _puller(
-    name: HubName | UrlName, home: Path, print_line: PrintLine
+    name: HubName | UrlName, home: Path, print_line: PrintLine, on_progress: OnProgress
 ) -> Callable[[], PulledModel]:
     """Return a function that downloads a model. Raises Failure if the library is missing."""
     try:
@@ -81,4 +90,5 @@ def _puller(
         raise Failure(NOT_INSTALLED) from None
     if isinstance(name, UrlName):
         return lambda: pull_url(name, home, print_line, check_config)
-    return lambda: HubDownloads(home, print_line, check_config=check_config).pull(name)
+    hub = HubDownloads(home, print_line, on_progress=on_progress, check_config=check_config)
+    return lambda: hub.pull(name)

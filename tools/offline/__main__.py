@@ -33,7 +33,6 @@ from protocol.sdk.offline_messages import OfflineConfig
 from protocol.wire.errors import EngineNotReady
 from protocol.wire.field_errors import with_field
 from tools.commands.models import resolve
-from tools.commands.serve import engine_command
 from tools.failure import Failure
 from tools.flags import flags_of
 from tools.http.web import ServerReadiness
@@ -42,6 +41,7 @@ from tools.models.preflight import ModelCheck, check_device, check_models, witho
 from tools.models.trials import PassedTrials
 from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command
+from tools.processes.serve_commands import engine_command
 from tools.processes.start_checks import check_installation, check_paths
 from tools.processes.topology import with_model
 from tools.processes.watch import STOP_SIGNALS, supervise

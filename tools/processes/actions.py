@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from protocol.process.exit_codes import KILLED, ExitCode
 from protocol.tools.control import FromSupervisor
+
+if TYPE_CHECKING:
+    from tools.processes.children import Command
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,42 @@ class SendReply:
     message: FromSupervisor
 
 
-Action = SendReply | LogAction | StartProcess | SendSignal | KillProcess | EndServer
+@dataclass(frozen=True, slots=True)
+class AddProcess:
+    """The action to prepare for the start of one more child."""
+
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveProcess:
+    """The action to forget a child that is down."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartJob:
+    """The action to start a process that downloads or removes a model. One runs at a time."""
+
+    #: JSON of a `tools.processes.model_job.Order`.
+    order: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StopJob:
+    """The action to stop the process of the last `StartJob`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveModels:
+    """The action to store which models clients have added, for the next start of the server."""
+
+    content: bytes
+
+
+JobAction = AddProcess | RemoveProcess | StartJob | StopJob | SaveModels
+Action = SendReply | LogAction | StartProcess | SendSignal | KillProcess | EndServer | JobAction
 
 
 @dataclass(frozen=True, slots=True)

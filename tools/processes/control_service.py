@@ -11,8 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from protocol.tools.control import (
     ControlError,
+    CopyModel,
+    DeleteModel,
     FromSupervisor,
+    GetLibrary,
     GetModels,
+    ModelStates,
+    PullModel,
     ReportUse,
     RollEnded,
     RollEngines,
@@ -23,14 +28,10 @@ from protocol.tools.control import (
 )
 from tools.processes.actions import Action, LogAction, SendReply
 from tools.processes.child_states import ChildState
-from tools.processes.fleet import (
-    DrainModel,
-    Fleet,
-    FleetAction,
-    LoadModel,
-    ModelPhase,
-    ModelRefused,
-)
+from tools.processes.fleet import DrainModel, Fleet, FleetAction, LoadModel, ModelRefused
+from tools.processes.managed_models import ManagedModels
+from tools.processes.model_job import JobReport
+from tools.processes.model_phases import ModelPhase
 from tools.processes.rolling_restart import (
     RetireEngine,
     RollAction,
@@ -42,6 +43,7 @@ from tools.processes.supervisor import Supervisor
 
 COMING = {ChildState.STARTING, ChildState.WAITING}
 ONE_MODEL = "this server has one model, which is always loaded"
+NOT_MANAGED = "the models of this server are not managed by clients: --manage-models is not set"
 
 
 class ControlService:
@@ -49,6 +51,7 @@ class ControlService:
 
     groups      engine -> its group. The group of a model in the fleet has the model's name
     fleet       the models; None: the server has one model, which is always loaded
+    managed     the models of `fleet`, if clients manage them
     timeout_s   time in which the engines of a rolling restart must become ready
 
     All methods return actions. Connections have numbers. Each request receives one reply, as
@@ -61,11 +64,13 @@ class ControlService:
         groups: Mapping[str, str],
         *,
         fleet: Fleet | None = None,
+        managed: ManagedModels | None = None,
         timeout_s: float,
     ) -> None:
         self._supervisor = supervisor
         self._groups = groups
         self._fleet = fleet
+        self._managed = managed
         self._timeout_s = timeout_s
         self._roll: RollingRestart | None = None
         self._roll_client = 0  # connection that requested the rolling restart
@@ -100,10 +105,16 @@ class ControlService:
             case StopModel(model=model):
                 return self._change(connection, model, lambda: fleet.on_stop(model, now), now)
             case GetModels():
-                return [SendReply(connection, fleet.states())]
+                return [SendReply(connection, self._model_states(fleet))]
+            case PullModel() | CopyModel() | DeleteModel() | GetLibrary():
+                if self._managed is None:
+                    return [SendReply(connection, ControlError(message=NOT_MANAGED))]
+                return self._managed.on_request(connection, request)
 
     def on_closed(self, connection: int, now: float) -> list[Action]:
         """Handle the end of a connection. Call `advance` afterwards."""
+        if self._managed is not None:
+            self._managed.on_closed(connection)
         if self._versions.pop(connection, None) is None or self._fleet is None:
             return []
         return self._perform(self._fleet.on_gateway_lost(connection, now), now)
@@ -117,7 +128,17 @@ class ControlService:
         for model in self._fleet.models:
             actions += self._perform(self._on_engines(self._fleet, model, now), now)
         actions += self._perform(self._fleet.tick(now), now)
+        if self._managed is not None:
+            actions += self._managed.advance()
         return actions + self._publish(self._fleet)
+
+    def on_job_report(self, report: JobReport) -> list[Action]:
+        """Handle a report of the process that downloads or removes a model."""
+        return [] if self._managed is None else self._managed.on_job_report(report)
+
+    def on_job_ended(self, result: JobReport | None) -> list[Action]:
+        """Handle the end of that process, and its last report. Call `advance` afterwards."""
+        return [] if self._managed is None else self._managed.on_job_ended(result)
 
     # ---- models
 
@@ -132,7 +153,10 @@ class ControlService:
             return [SendReply(connection, ControlError(message=str(error), model=model))]
         if connection in self._versions:
             self._versions[connection] = self._fleet.version
-        return [*actions, SendReply(connection, self._fleet.states())]
+        return [*actions, SendReply(connection, self._model_states(self._fleet))]
+
+    def _model_states(self, fleet: Fleet) -> ModelStates:
+        return fleet.states() if self._managed is None else self._managed.states()
 
     def _on_engines(self, fleet: Fleet, model: str, now: float) -> list[FleetAction]:
         """Report to the fleet what has changed with the engines of `model`."""
@@ -175,7 +199,7 @@ class ControlService:
         """Send the states to the gateways that do not have this version."""
         outdated = [each for each, version in self._versions.items() if version < fleet.version]
         self._versions |= dict.fromkeys(outdated, fleet.version)
-        return [SendReply(connection, fleet.states()) for connection in outdated]
+        return [SendReply(connection, self._model_states(fleet)) for connection in outdated]
 
     def _engines(self, group: str) -> list[str]:
         return [engine for engine, its_group in self._groups.items() if its_group == group]

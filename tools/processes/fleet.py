@@ -2,7 +2,8 @@
 
 Its input is events: a model was requested, gateways reported their open requests, a model's engines
 became ready or exited, time passed. Its output is actions: start or stop the engines of a model.
-The current time is an argument. These rules hold in addition to the table of phases:
+The current time is an argument. These rules hold in addition to the table of phases
+(model_phases.py):
 
 - The loaded models together stay within the planned memory and within `max_loaded`.
 - Requested models wait in a queue, first come, first served. If the first one has no room, models
@@ -19,93 +20,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
-from protocol.machine import Machine
 from protocol.tools.control import (
     REPORT_EVERY_S,
-    LoadState,
     ModelState,
     ModelStates,
     ReportUse,
 )
 from protocol.tools.start_facts import GIB
+from tools.processes.model_phases import (
+    LEAVING,
+    LOADED,
+    MODEL_MACHINE,
+    NOT_LOADED,
+    REPORTED_STATE,
+    ModelEvent,
+    ModelPhase,
+)
 
 RETRY_S = 10.0
 """Seconds after a failed load in which requests for the model are refused at once."""
 SILENT_S = 10 * REPORT_EVERY_S
 """A gateway that has sent no report for this many seconds is considered gone."""
-
-
-class ModelPhase(Enum):
-    UNLOADED = auto()  # has no process
-    FAILED = auto()  # has no process, because the last one failed
-    WAITING = auto()  # has no process; is in the queue
-    LOADING = auto()  # its engines start; occupies memory
-    READY = auto()  # serves requests; occupies memory
-    YIELDING = auto()  # accepts no new requests, and finishes those that are open; occupies memory
-    DRAINING = auto()  # its engines were signalled to stop; occupies memory
-
-
-class ModelEvent(Enum):
-    REQUEST = auto()  # somebody needs the model
-    CANCEL = auto()  # nobody needs the model any more
-    ADMIT = auto()  # there is room for the model
-    READY = auto()  # an engine of the model is ready
-    LOST = auto()  # no engine of the model is ready any more, and one is restarted
-    YIELD = auto()  # the model makes room
-    REVIVE = auto()  # the room is not needed any more
-    CONFIRMED = auto()  # no gateway has open requests, nor will give new ones to the model
-    EXITED = auto()  # no engine of the model is left
-    FAILED = auto()  # no engine of the model is left, because the last one failed
-
-
-MODEL_MACHINE = Machine(
-    "model",
-    starts=(ModelPhase.UNLOADED, ModelPhase.LOADING),
-    rows={
-        (ModelPhase.UNLOADED, ModelEvent.REQUEST): ModelPhase.WAITING,
-        (ModelPhase.FAILED, ModelEvent.REQUEST): ModelPhase.WAITING,
-        (ModelPhase.WAITING, ModelEvent.ADMIT): ModelPhase.LOADING,
-        (ModelPhase.WAITING, ModelEvent.CANCEL): ModelPhase.UNLOADED,
-        (ModelPhase.LOADING, ModelEvent.READY): ModelPhase.READY,
-        (ModelPhase.LOADING, ModelEvent.YIELD): ModelPhase.YIELDING,
-        (ModelPhase.LOADING, ModelEvent.EXITED): ModelPhase.UNLOADED,
-        (ModelPhase.LOADING, ModelEvent.FAILED): ModelPhase.FAILED,
-        (ModelPhase.READY, ModelEvent.LOST): ModelPhase.LOADING,
-        (ModelPhase.READY, ModelEvent.YIELD): ModelPhase.YIELDING,
-        (ModelPhase.READY, ModelEvent.EXITED): ModelPhase.UNLOADED,
-        (ModelPhase.READY, ModelEvent.FAILED): ModelPhase.FAILED,
-        (ModelPhase.YIELDING, ModelEvent.REVIVE): ModelPhase.READY,
-        (ModelPhase.YIELDING, ModelEvent.LOST): ModelPhase.DRAINING,
-        (ModelPhase.YIELDING, ModelEvent.CONFIRMED): ModelPhase.DRAINING,
-        (ModelPhase.YIELDING, ModelEvent.EXITED): ModelPhase.UNLOADED,
-        (ModelPhase.YIELDING, ModelEvent.FAILED): ModelPhase.UNLOADED,
-        (ModelPhase.DRAINING, ModelEvent.EXITED): ModelPhase.UNLOADED,
-        (ModelPhase.DRAINING, ModelEvent.FAILED): ModelPhase.UNLOADED,
-    },
-    ignores={
-        ModelPhase.WAITING: {ModelEvent.REQUEST},
-        # Another engine of the model may become ready, or be lost before any is ready.
-        ModelPhase.LOADING: {ModelEvent.REQUEST, ModelEvent.LOST},
-        ModelPhase.READY: {ModelEvent.REQUEST, ModelEvent.READY},
-        ModelPhase.YIELDING: {ModelEvent.READY},
-        ModelPhase.DRAINING: {ModelEvent.READY, ModelEvent.LOST},
-    },
-)
-
-REPORTED_STATE: Mapping[ModelPhase, LoadState] = {
-    ModelPhase.UNLOADED: "unloaded",
-    ModelPhase.FAILED: "failed",
-    ModelPhase.WAITING: "waiting",
-    ModelPhase.LOADING: "loading",
-    ModelPhase.READY: "ready",
-    ModelPhase.YIELDING: "stopping",
-    ModelPhase.DRAINING: "stopping",
-}
-LEAVING = {ModelPhase.YIELDING, ModelPhase.DRAINING}
-LOADED = {ModelPhase.LOADING, ModelPhase.READY, *LEAVING}
-"""Phases in which a model occupies memory."""
 
 
 class ModelRefused(Exception):
@@ -164,6 +100,8 @@ class FleetModel:
     is_wanted: bool = False
     #: Whether it must be unloaded even if nobody needs its room.
     is_stopped: bool = False
+    #: Whether it will be removed, so that it is not loaded again.
+    is_leaving: bool = False
 
     @property
     def served_enough_at(self) -> float:
@@ -258,9 +196,39 @@ class Fleet:
         if self._queue:
             enough = (model.served_enough_at for model in ready)
             times += [time for time in enough if time > self._advanced_at]
-        if self._in_phases({ModelPhase.YIELDING}):
+        if self._in_phases({ModelPhase.YIELDING}) or not self.has_confirmed(self.version):
             times += [gateway.at + SILENT_S for gateway in self._gateways.values()]
         return min(times, default=None)
+
+    def has_confirmed(self, version: int) -> bool:
+        """Return whether every gateway process has received the states of `version`."""
+        return all(each.report.version >= version for each in self._gateways.values())
+
+    # ---- the models of the server
+
+    def add(self, name: str, planned_bytes: int) -> None:
+        """Add a model that is not loaded."""
+        self._models[name] = FleetModel(name, planned_bytes)
+        self.touch()
+
+    def retire(self, name: str) -> None:
+        """Let a model be unloaded after its open requests finish, and not be loaded again. Call
+        `tick` afterwards. When the model is unloaded, it can be removed."""
+        model = self._models[name]
+        model.is_leaving = True
+        self._stop(model)
+
+    def remove(self, name: str) -> None:
+        """Remove a model that is not loaded."""
+        assert self.phase(name) in NOT_LOADED
+        del self._models[name]
+        self.touch()
+
+    def touch(self) -> int:
+        """Make a new version of the states, because something else that belongs to them has
+        changed. Return the version."""
+        self.version += 1
+        return self.version
 
     # ---- events
 
@@ -272,6 +240,8 @@ class Fleet:
         Raises ModelRefused if the model is unknown, can never fit, or has just failed.
         """
         model = self._known(name)
+        if model.is_leaving:
+            raise ModelRefused(f"model {name} is being deleted")
         self._check_fits(model)
         if model.phase is ModelPhase.FAILED and now < model.retry_at:
             raise ModelRefused(
@@ -292,14 +262,7 @@ class Fleet:
     def on_stop(self, name: str, now: float) -> list[FleetAction]:
         """Unload a model after its open requests finish, or cancel its load. Raises ModelRefused if
         the model is unknown."""
-        model = self._known(name)
-        model.is_wanted = False
-        if model.phase is ModelPhase.WAITING:
-            self._queue.remove(model)
-            self._change(model, ModelEvent.CANCEL)
-        elif model.phase in (ModelPhase.LOADING, ModelPhase.READY):
-            self._yield(model)
-        model.is_stopped = model.phase is ModelPhase.YIELDING
+        self._stop(self._known(name))
         return self._advance(now)
 
     def on_report(self, gateway: int, report: ReportUse, now: float) -> list[FleetAction]:
@@ -405,6 +368,15 @@ class Fleet:
             if model.is_wanted and not model.is_stopped:
                 model.is_wanted = False
                 self._change(model, ModelEvent.REVIVE)
+
+    def _stop(self, model: FleetModel) -> None:
+        model.is_wanted = False
+        if model.phase is ModelPhase.WAITING:
+            self._queue.remove(model)
+            self._change(model, ModelEvent.CANCEL)
+        elif model.phase in (ModelPhase.LOADING, ModelPhase.READY):
+            self._yield(model)
+        model.is_stopped = model.phase is ModelPhase.YIELDING
 
     def _yield(self, model: FleetModel) -> None:
         model.is_wanted = False

@@ -32,9 +32,17 @@ class ChildReadiness:
     """
 
     def __init__(self, addresses: Mapping[str, str]) -> None:
-        self._addresses = addresses
+        self._addresses = dict(addresses)
         self._latest = NOT_READY
         self._old: defaultdict[str, frozenset[str]] = defaultdict(frozenset)
+
+    def add(self, child: str, address: str) -> None:
+        """Add a child that is not started yet."""
+        self._addresses[child] = address
+
+    def remove(self, child: str) -> None:
+        """Remove a child that is down."""
+        del self._addresses[child]
 
     def on_start(self, child: str) -> None:
         """Record that a process of `child` was started. Known epochs belong to old processes."""

@@ -11,6 +11,7 @@ from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from tools.http.web import KEY_VARIABLE, local_url
+from tools.processes.saved_models import ManagedPlan
 from tools.processes.several_models import PlannedModels
 from tools.processes.topology import Engines, engines_of
 
@@ -34,6 +35,8 @@ class ServePlan:
     planned: PlannedModels | None = None
     #: The launcher of --cluster; None: there is none.
     cluster: ClusterConfig | None = None
+    #: The models of a server whose clients manage them; None: they do not.
+    managed: ManagedPlan | None = None
 
     @property
     def engines(self) -> Engines:

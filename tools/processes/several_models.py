@@ -9,7 +9,7 @@ fleet keeps the sum of the loaded models within the memory that was free at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +133,8 @@ class PlannedModels:
     cards: Mapping[str, ModelCard]
     #: The models that are loaded at the start.
     loaded: Sequence[str]
+    #: Optional models that cannot be served now -> why.
+    left_out: Mapping[str, str]
 
     def fleet(self, serve: ServeConfig, now: float) -> Fleet:
         """Return the fleet of these models. The models in `loaded` are loading."""
@@ -151,18 +153,29 @@ def planned_bytes(plan: ModelPlan) -> int:
 
 
 def plan_models(
-    engines: Mapping[str, EngineConfig], hosted: Sequence[ModelConfig], serve: ServeConfig
+    engines: Mapping[str, EngineConfig],
+    hosted: Sequence[ModelConfig],
+    serve: ServeConfig,
+    *,
+    optional: Collection[str] = (),
 ) -> PlannedModels:
-    """Check the files of all models, and plan their memory. `hosted` are the models of the gateway.
-    Raises Failure, in one line with a remedy, if a model cannot be served, or if those that are
-    loaded at the start do not fit together."""
+    """Check the files of all models, and plan their memory.
+
+    hosted     the models of the gateway
+    optional   names of models that are left out if they cannot be served
+
+    Raises Failure, in one line with a remedy, if another model cannot be served, or if those that
+    are loaded at the start do not fit together.
+    """
     names = list(engines)
     at_start = [each.supervised_name for each in hosted if each.load == "start"]
     loaded = at_start[: serve.max_loaded or None]
     workers = [engine.worker for engine in engines.values()]
     found = dict(zip(names, preflight_alternatives(workers), strict=True))
-    for name, each in found.items():
-        _raise_error(name, each)
+    left_out = {name: each.error for name, each in found.items() if each.error}
+    for name in left_out.keys() - {*optional}:
+        _raise_error(name, found[name])
+    found = {name: each for name, each in found.items() if name not in left_out}
     together = preflight([engines[name].worker for name in loaded]) if loaded else Preflight()
     if together.error:
         raise Failure(
@@ -173,17 +186,16 @@ def plan_models(
     plans = {name: each.plans[0] for name, each in found.items()}
     plans |= dict(zip(loaded, together.plans, strict=True))
     cards = {name: card for name, each in found.items() if (card := each.card) is not None}
-    planned = {name: _with_sizes(engine, plans[name]) for name, engine in engines.items()}
-    return PlannedModels(planned, plans, cards, loaded)
+    planned = {name: with_sizes(engines[name], plan) for name, plan in plans.items()}
+    return PlannedModels(planned, plans, cards, loaded, left_out)
 
 
 def _raise_error(name: str, found: Preflight) -> None:
-    if found.error:
-        message = f"model {name}: {found.error}; {found.remedy}"
-        raise Failure(message, exit_code=ExitCode.BAD_MODEL)
+    message = f"model {name}: {found.error}; {found.remedy}"
+    raise Failure(message, exit_code=ExitCode.BAD_MODEL)
 
 
-def _with_sizes(engine: EngineConfig, plan: ModelPlan) -> EngineConfig:
+def with_sizes(engine: EngineConfig, plan: ModelPlan) -> EngineConfig:
     """Return the config `engine` with the planned number of slots, if each has a recurrent state,
     and with the planned size of the K/V cache, if its device is the CPU."""
     worker = engine.worker
@@ -213,5 +225,6 @@ def hosting(
         )
         for each in gateway.models
         for name in [each.supervised_name]
+        if name in models.engines
     ]
     return _with(gateway, models=hosted, control=control_address(directory))

@@ -109,9 +109,10 @@ class Supervisor:
             self._children[name].state = ChildState.DOWN
         self._start_timeout_s = start_timeout_s
         self._drain_s = drain_s
+        self._replica_restarts = replica_restarts
         self._restarts = restarts or RestartPolicy(0)
         self._restarts_children = restarts_children
-        self._optional = optional
+        self._optional = set(optional)
         self._phase_deadline: float | None = now + start_timeout_s
         self._signalled: set[str] = set()  # children to which a stop signal was sent
         self._stopped_since: dict[StoppedProcess, float] = {}
@@ -217,6 +218,17 @@ class Supervisor:
         child.change(ChildEvent.START, now + self._start_timeout_s)
         return [StartProcess(name)]
 
+    def add(self, name: str, group: str) -> None:
+        """Add a child that is not started yet. Its group is optional."""
+        child = ChildRecord(name, group, RestartPolicy(self._replica_restarts), ChildState.DOWN)
+        self._children[name] = child
+        self._optional.add(group)
+
+    def remove(self, name: str) -> None:
+        """Remove a child that is down."""
+        assert self._children[name].state is ChildState.DOWN
+        del self._children[name]
+
     def retire(self, name: str, now: float, *, comes_back: bool = False) -> list[Action]:
         """Drain the child `name` while the server continues, or cancel its restart. Do nothing if
         the server is stopping, or if the child is down or retiring.
@@ -306,7 +318,7 @@ class Supervisor:
         if self.phase is SupervisorPhase.STARTING:
             return bool(coming)
         ready = {child.group for child in self._in_states(ChildState.READY)}
-        return any(child.group not in ready | {*self._optional} for child in coming)
+        return any(child.group not in ready | self._optional for child in coming)
 
     # ---- exits while the server runs
 

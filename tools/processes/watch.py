@@ -13,23 +13,34 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.processes.actions import (
     Action,
+    AddProcess,
     EndServer,
     KillProcess,
     LogAction,
+    RemoveProcess,
+    SaveModels,
     SendReply,
     SendSignal,
+    StartJob,
     StartProcess,
+    StopJob,
 )
 from tools.processes.children import Child, Command
 from tools.processes.control_server import ControlServer
 from tools.processes.control_service import ControlService
-from tools.processes.fleet import Fleet, ModelPhase
+from tools.processes.fleet import Fleet
+from tools.processes.managed_models import ManagedModels
+from tools.processes.model_jobs import ModelJobs
+from tools.processes.model_phases import ModelPhase
+from tools.processes.new_models import NewModels
 from tools.processes.readiness import ChildReadiness, ReadinessPoller, ReadinessProbe
 from tools.processes.restart_policy import RestartPolicy
+from tools.processes.saved_models import ManagedModel
 from tools.processes.server_log import ServerLog
 from tools.processes.supervisor import Supervisor
 from tools.processes.supervisor_phases import SupervisorPhase
@@ -68,6 +79,17 @@ def stop_signals() -> Iterator[socket.socket]:
         sender.close()
 
 
+@dataclass(frozen=True, slots=True)
+class ModelManagement:
+    """How clients manage the models of a server."""
+
+    #: The models at the start.
+    models: Sequence[ManagedModel]
+    new: NewModels
+    #: Stores which models clients have added. Raises OSError.
+    save: Callable[[bytes], object]
+
+
 class Watch:
     """Performs a supervisor's actions on real processes, until an action is EndServer.
 
@@ -78,6 +100,7 @@ class Watch:
     on_listening   is called once, when the server first answers
     on_ready       is called once, when the server is ready for the first time
     log            keeps what the children print; None: nothing does
+    save           stores which models clients have added
     """
 
     def __init__(
@@ -94,8 +117,10 @@ class Watch:
         on_listening: Callable[[], None],
         on_ready: Callable[[], None],
         log: ServerLog | None = None,
+        save: Callable[[bytes], object] = lambda content: None,
     ) -> None:
         self._log = log
+        self._save = save
         self._supervisor = supervisor
         self._commands = {command.name: command for command in commands}
         self._children = {child.name: child for child in children}
@@ -116,6 +141,12 @@ class Watch:
         self._selector = selectors.DefaultSelector()
         self._selector.register(wakeups, selectors.EVENT_READ, self._receive_signals)
         self._selector.register(readiness.changes, selectors.EVENT_READ, self._receive_readiness)
+        self._jobs = ModelJobs(
+            self._selector,
+            terminal.log,
+            on_report=control.on_job_report,
+            on_ended=control.on_job_ended,
+        )
         for child in children:
             self._register(child)
         self._server: ControlServer | None = None
@@ -147,6 +178,7 @@ class Watch:
         finally:
             if self._server is not None:
                 self._server.close()
+            self._jobs.close()
             self._selector.close()
 
     def _timeout(self) -> float:
@@ -259,6 +291,18 @@ class Watch:
                     case SendReply(connection, message):
                         if self._server is not None:
                             self._server.send(connection, message)
+                    case AddProcess(command):
+                        self._commands[command.name] = command
+                        self._ready.add(command.name, command.address)
+                    case RemoveProcess(child):
+                        del self._commands[child]
+                        self._ready.remove(child)
+                    case StartJob(order):
+                        self._jobs.start(order)
+                    case StopJob():
+                        self._jobs.stop()
+                    case SaveModels(content):
+                        self._save_models(content)
                     case EndServer(code, cause):
                         if not cause:
                             self._terminal.log("stopped")
@@ -268,6 +312,12 @@ class Watch:
             actions = self._control.advance(time.monotonic())
             if not actions:
                 return None
+
+    def _save_models(self, content: bytes) -> None:
+        try:
+            self._save(content)
+        except OSError as error:
+            self._terminal.fail(f"the next start will not have the models as they are now: {error}")
 
 
 def supervise(
@@ -281,6 +331,7 @@ def supervise(
     max_restarts: int = 0,
     replica_restarts: int = 0,
     fleet: Fleet | None = None,
+    management: ModelManagement | None = None,
     control_directory: Path | None = None,
     on_started: Callable[[Sequence[Child]], None],
     on_listening: Callable[[], None],
@@ -300,6 +351,7 @@ def supervise(
     fleet             models that are loaded and unloaded while the server runs, if any. The engines
                       of a model are the group with its name. Those of models that are not loaded
                       are not started
+    management        how clients manage the models of `fleet`; None: they do not
     control_directory run directory for the control socket; None: there is none
     on_started        is called once, after the processes were started
     on_listening      is called once, when the server first answers
@@ -325,7 +377,19 @@ def supervise(
         running = {child.name: child for child in started}
         children = [running.get(command.name) or Child(command, log) for command in at_start]
         on_started(children)
-        control = ControlService(supervisor, groups, fleet=fleet, timeout_s=start_timeout_s)
+        managed = None
+        if management is not None:
+            assert fleet is not None
+            managed = ManagedModels(
+                management.models,
+                management.new,
+                fleet=fleet,
+                supervisor=supervisor,
+                groups=groups,
+            )
+        control = ControlService(
+            supervisor, groups, fleet=fleet, managed=managed, timeout_s=start_timeout_s
+        )
         with ReadinessPoller(server) as readiness:
             return Watch(
                 supervisor,
@@ -339,4 +403,5 @@ def supervise(
                 on_listening=on_listening,
                 on_ready=lambda: on_ready(readiness.model),
                 log=log,
+                save=management.save if management is not None else lambda content: None,
             ).run()

@@ -2,10 +2,12 @@
 
     python -P -m worker.startup.preflight CONFIGS
     python -P -m worker.startup.preflight --each CONFIGS
+    python -P -m worker.startup.preflight --each --free-bytes=N CONFIGS
 
 CONFIGS is a JSON list of WorkerConfig. Without `--each` they are the workers of one server, and the
 output is one `Preflight` as JSON. With `--each` they are alternatives: each worker is checked as if
-it were alone, and the output is a list of `Preflight`.
+it were alone, and the output is a list of `Preflight`. `--free-bytes` is the free memory of the
+device in place of what is free now, because other models of the server may be loaded.
 
 Only the headers of the files are read, and memory is planned. No weight is read and torch is not
 imported, so a failure shows within a moment.
@@ -55,14 +57,17 @@ from worker.startup.memory_plan import (
     plan_memory,
 )
 
-EACH = "--each"
+EACH, FREE_BYTES = "--each", "--free-bytes="
 
 
-def preflight(configs: Sequence[WorkerConfig], visible: str | None = None) -> Preflight:
+def preflight(
+    configs: Sequence[WorkerConfig], visible: str | None = None, free_bytes: int | None = None
+) -> Preflight:
     """Return the plans of the workers, in order, or the first error. Memory that is planned for one
     worker is not available to the next.
 
-    visible   value of CUDA_VISIBLE_DEVICES, for error messages
+    visible      value of CUDA_VISIBLE_DEVICES, for error messages
+    free_bytes   memory of each device to plan with; None: what is free now
     """
     taken: defaultdict[str, int] = defaultdict(int)
     plans, cards = [], []
@@ -72,7 +77,7 @@ def preflight(configs: Sequence[WorkerConfig], visible: str | None = None) -> Pr
             cards.append(_card(header))
             if not config.local_size:  # all workers are on other machines
                 continue
-            plan = _plan(config, header, taken, visible)
+            plan = _plan(config, header, taken, visible, free_bytes)
             taken[plan.device] += plan.weights_bytes + plan.kv_bytes + plan.work_bytes
             taken[CPU] += plan.tier_bytes
             plans.append(plan)
@@ -103,9 +108,10 @@ def _plan(
     header: AnyHeader,
     taken: defaultdict[str, int],
     visible: str | None,
+    free_bytes: int | None,
 ) -> ModelPlan:
     if isinstance(header, EncoderHeader) or only_encodes(header):
-        return _plan_encoder(config, header, taken, visible)
+        return _plan_encoder(config, header, taken, visible, free_bytes)
     headers = [header]
     if isinstance(header.spec, ModelSpec):
         check_chunks(header.spec, config.block_tokens)
@@ -119,9 +125,10 @@ def _plan(
     has_kernels = has_compiled_kernels(config, device.name, flags)
     dtype = machine.dtype_name(config.dtype, is_gpu=device.name != CPU, cpu_flags=flags)
     extra = extra_bytes(config, header, dtype, is_gpu=device.name != CPU)
-    free_bytes = device.free_bytes - taken[device.name] - extra
+    free = device.free_bytes if free_bytes is None else free_bytes
+    free -= taken[device.name] + extra
     if device.name == CPU:  # shared with the ranks that follow
-        free_bytes //= config.local_size - config.local_rank
+        free //= config.local_size - config.local_rank
     shares = [(config.rank, config.world_size), (0, 1)]  # every rank has the whole draft model
     models = [
         _planned(header, config, *share, has_kernels=has_kernels)
@@ -135,14 +142,18 @@ def _plan(
         models,
         device=device.name,
         dtype=dtype,
-        free_bytes=free_bytes,
+        free_bytes=free,
         host_bytes=machine.free_host_bytes() - taken[CPU],
         total_bytes=device.total_bytes,
     )
 
 
 def _plan_encoder(
-    config: WorkerConfig, header: AnyHeader, taken: defaultdict[str, int], visible: str | None
+    config: WorkerConfig,
+    header: AnyHeader,
+    taken: defaultdict[str, int],
+    visible: str | None,
+    free_bytes: int | None,
 ) -> ModelPlan:
     """Return the plan of a model that only encodes."""
     assert not isinstance(header, TransformersHeader)
@@ -159,7 +170,7 @@ def _plan_encoder(
         planned,
         device=device.name,
         dtype=dtype_of(config, header, usual, is_gpu=is_gpu),
-        free_bytes=device.free_bytes - taken[device.name],
+        free_bytes=(device.free_bytes if free_bytes is None else free_bytes) - taken[device.name],
     )
 
 
@@ -217,7 +228,8 @@ def main() -> int:
     logging.disable()  # the worker will log the same lines when it loads the model
     *options, configs_json = sys.argv[1:]
     configs = msgspec.json.decode(configs_json, type=list[WorkerConfig])
-    check = partial(preflight, visible=visible_devices())
+    free = [int(each.removeprefix(FREE_BYTES)) for each in options if each.startswith(FREE_BYTES)]
+    check = partial(preflight, visible=visible_devices(), free_bytes=next(iter(free), None))
     found = [check([each]) for each in configs] if EACH in options else check(configs)
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     return 0

@@ -192,3 +192,14 @@ class OllamaPullBody(NamedModelBody, frozen=True, kw_only=True):
     """
 
     stream: bool | None = None
+
+
+class OllamaCopyBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /api/copy.
+
+    source       name of the model
+    destination  one more name for it
+    """
+
+    source: Name | None = None
+    destination: Name | None = None

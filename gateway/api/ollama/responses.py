@@ -247,4 +247,15 @@ class ApiVersion(msgspec.Struct, frozen=True):
 
 
 class PullStatus(msgspec.Struct, frozen=True):
-    status: Literal["success"]
+    """A line of a download. The last one has the status "success".
+
+    status     the stage, in words
+    digest     digest of the file that is being received
+    total      its size in bytes
+    completed  bytes of it that are here
+    """
+
+    status: str
+    digest: str | UnsetType = UNSET
+    total: int | UnsetType = UNSET
+    completed: int | UnsetType = UNSET

@@ -19,6 +19,7 @@ from gateway.api.ollama.requests import (
     NamedModelBody,
     OllamaBody,
     OllamaChatBody,
+    OllamaCopyBody,
     OllamaGenerateBody,
     OllamaOptions,
     OllamaPullBody,
@@ -49,7 +50,7 @@ from gateway.context import RequestContext
 from gateway.generation.job import Job, RequestOptions
 from gateway.generation.request import PromptRequest
 from gateway.http.body import convert, unknown_fields
-from gateway.http.route import INFERENCE, READING, Routes, Stream, json_response
+from gateway.http.route import Routes, Stream, json_response
 from gateway.http.sse import JSON_LINES
 from gateway.model_use import ModelUse
 from gateway.served_model import version
@@ -57,7 +58,9 @@ from gateway.service import Service
 from protocol.engine.sampling import check_token_ids
 from protocol.wire.errors import InvalidRequest
 
-Body = TypeVar("Body", NamedModelBody, OllamaPullBody, OllamaChatBody, OllamaGenerateBody)
+Body = TypeVar(
+    "Body", NamedModelBody, OllamaPullBody, OllamaCopyBody, OllamaChatBody, OllamaGenerateBody
+)
 
 routes = Routes("Ollama", responses.OllamaError, scope="inference")
 
@@ -70,7 +73,7 @@ routes = Routes("Ollama", responses.OllamaError, scope="inference")
     streams=Stream(responses.OllamaChatAnswer, is_lines=True),
 )
 def chat(service: Service, context: RequestContext) -> Response:
-    body = _body(service, context, OllamaChatBody)
+    body = read_body(service, context, OllamaChatBody)
     if not body.messages:
         return _load(service, context, body)
     asked = chat_of(body)
@@ -85,7 +88,7 @@ def chat(service: Service, context: RequestContext) -> Response:
     streams=Stream(responses.OllamaGenerated, is_lines=True),
 )
 def generate(service: Service, context: RequestContext) -> Response:
-    body = _body(service, context, OllamaGenerateBody)
+    body = read_body(service, context, OllamaGenerateBody)
     check_generate(body)
     if not (body.prompt or body.suffix):
         return _load(service, context, body)
@@ -94,7 +97,7 @@ def generate(service: Service, context: RequestContext) -> Response:
     return _answer_chat(service, context, body, prompted_chat(body), generated_path)
 
 
-def _body(service: Service, context: RequestContext, kind: type[Body]) -> Body:
+def read_body(service: Service, context: RequestContext, kind: type[Body]) -> Body:
     """Return the request's body. Record the fields and options without effect in the context."""
     with service.bodies.read(request, service.id_bounds(), any_type=True) as fields:
         body = convert(fields, kind)
@@ -107,6 +110,14 @@ def _body(service: Service, context: RequestContext, kind: type[Body]) -> Body:
             unused.append("keep_alive")
     context.ignored = unused
     return body
+
+
+def named(body: NamedModelBody) -> str:
+    """Return the model that a body names. Raises InvalidRequest if it names none."""
+    name = body.model or body.name
+    if not name:
+        raise InvalidRequest.at("model", "this field is required")
+    return name
 
 
 def _use(
@@ -254,7 +265,7 @@ def running(service: Service, context: RequestContext) -> Response:
     gives=responses.ShownModel,
 )
 def show(service: Service, context: RequestContext) -> Response:
-    name = _named(_body(service, context, NamedModelBody))
+    name = named(read_body(service, context, NamedModelBody))
     listed = listed_models(service)
     served = models.served_name(name, listed)
     if served not in listed:
@@ -269,46 +280,3 @@ def show(service: Service, context: RequestContext) -> Response:
 )
 def api_version(service: Service, context: RequestContext) -> Response:
     return json_response(responses.ApiVersion(version=responses.API_VERSION, tidegate=version()))
-
-
-def _named(body: NamedModelBody) -> str:
-    name = body.model or body.name
-    if not name:
-        raise InvalidRequest.at("model", "this field is required")
-    return name
-
-
-# ---- models are the operator's
-
-
-def _managed() -> Forbidden:
-    return Forbidden(
-        "models are managed by the operator of this server: `tidegate pull` downloads a model, and "
-        "`tidegate serve` serves it"
-    )
-
-
-@routes.post(
-    "/api/pull",
-    about="Succeed if the model is served already. Clients cannot download models.",
-    takes=(OllamaPullBody,),
-    gives=responses.PullStatus,
-    streams=Stream(responses.PullStatus, is_lines=True),
-)
-def pull(service: Service, context: RequestContext) -> Response:
-    body = _body(service, context, OllamaPullBody)
-    listed = listed_models(service)
-    if models.served_name(_named(body), listed) not in listed:
-        raise _managed()
-    response = json_response(responses.encode(responses.PullStatus("success")) + b"\n")
-    if body.stream is not False:
-        response.content_type = JSON_LINES.content_type
-    return response
-
-
-@routes.post("/api/push", about="Refused: models are the operator's.", statuses=INFERENCE)
-@routes.post("/api/create", about="Refused: models are the operator's.", statuses=INFERENCE)
-@routes.post("/api/copy", about="Refused: models are the operator's.", statuses=INFERENCE)
-@routes.delete("/api/delete", about="Refused: models are the operator's.", statuses=READING)
-def refuse(service: Service, context: RequestContext) -> Response:
-    raise _managed()

@@ -25,6 +25,7 @@ from gateway.api.server.health import (
     readiness,
     startup,
 )
+from gateway.api.server.library import may_manage
 from gateway.context import RequestContext
 from gateway.http.route import READING, Parameter, Routes, json_response
 from gateway.model_host import ListedModel, ModelHost
@@ -39,7 +40,13 @@ from protocol.wire.errors import EngineNotReady
 
 
 class Version(msgspec.Struct, frozen=True):
+    """The server's version.
+
+    manages_models  true if the caller may download, copy and delete models; otherwise absent
+    """
+
     version: str
+    manages_models: Literal[True] | UnsetType = UNSET
 
 
 class Formats(msgspec.Struct, frozen=True):
@@ -222,7 +229,8 @@ def _health(answer: msgspec.Struct, *, is_well: bool) -> Response:
 
 @routes.get("/version", scope="inference", about="Return the server's version.", gives=Version)
 def server_version(service: Service, context: RequestContext) -> Response:
-    return json_response(Version(version=version()))
+    manages: Literal[True] | UnsetType = True if may_manage(service, context) else UNSET
+    return json_response(Version(version(), manages))
 
 
 @routes.get(
@@ -280,8 +288,9 @@ def _adapter_of_model(service: Service, name: str) -> ListedModel | None:
 def listed_models(service: Service) -> dict[str, ListedModel]:
     """Return the models to list, by all names. Raises the error of all requests if none can be
     described, because its engine has not reported it."""
+    service.check_models_known()
     hosts = service.hosts
-    if len(hosts) == 1 and (trouble := service.trouble()) is not None:
+    if not service.config.has_several and (trouble := service.trouble()) is not None:
         raise trouble
     described = [(host, facts) for host in hosts if (facts := host.facts()) is not None]
     if not described:

@@ -145,7 +145,7 @@ def readiness(service: Service) -> ReadinessAnswer:
         service.place.set_state(READY)
         why = service.place.start.trouble()
     facts = gateway_facts(service)
-    if len(service.hosts) > 1:
+    if service.config.has_several:
         models = [_model_health(host) for host in service.hosts]
         return ReadinessAnswer(ready=why is None, why=why, gateway=facts, models=models)
     (host,) = service.hosts
@@ -169,7 +169,7 @@ def startup(service: Service) -> Startup:
         started=not late,
         why=None if trouble is None else trouble.message,
         gateway=gateway_facts(service),
-        engine=_engine_facts(service.hosts[0]) if len(service.hosts) == 1 else UNSET,
+        engine=UNSET if service.config.has_several else _engine_facts(service.hosts[0]),
     )
 
 

@@ -62,6 +62,7 @@ export class ApiError extends Error {
     let error = {};
     try {
       error = JSON.parse(text).error ?? {};
+      if (typeof error === "string") error = { message: error }; // as Ollama's API has it
     } catch {
       // A proxy between this page and the server has answered.
     }

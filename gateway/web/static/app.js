@@ -25,6 +25,7 @@
 
 import { KEY_CHANGED, onKeyNeeded, storeKey, storedKey } from "./api.js";
 import { fill, h, icon, iconButton } from "./dom.js";
+import { offerLibrary } from "./library.js";
 import { SHORTCUTS } from "./shortcuts.js";
 
 const TABS = [
@@ -287,6 +288,14 @@ document.getElementById("actions").append(
     "?",
   ),
 );
+offerLibrary(document.getElementById("actions"), {
+  announce,
+  openChat: () => {
+    if (place().id === "chat") return;
+    history.pushState(null, "", addressOf("chat"));
+    show();
+  },
+});
 onKeyNeeded(askForKey);
 document.addEventListener("click", onLink);
 document.addEventListener("keydown", (event) => {

@@ -5,7 +5,14 @@ import { errorBox, KEY_CHANGED } from "./api.js";
 import { fill, h, icon, iconButton, loadStyle, oncePerFrame } from "./dom.js";
 import { ConversationList } from "./conversation-list.js";
 import { loadFields } from "./fields.js";
-import { fetchModels, fillModelSelect, knownModels, stateOf } from "./models.js";
+import {
+  fetchModels,
+  fillModelSelect,
+  knownModels,
+  MODEL_CHOSEN,
+  stateOf,
+  takeChosenModel,
+} from "./models.js";
 import { messageView } from "./message-view.js";
 import { chats } from "./session.js";
 import { describeSettings, SettingsForm } from "./settings.js";
@@ -161,12 +168,14 @@ class ChatTab {
     on(this.input, "input", () => this.onInput());
     on(this.thread, "scroll", () => this.onScroll());
     on(window, KEY_CHANGED, () => this.loadModels());
+    on(window, MODEL_CHOSEN, () => this.openChosen());
     on(document, "visibilitychange", () => document.hidden || this.loadModels());
     on(WIDE, "change", () => this.closePanels());
   }
 
   async start() {
     this.onPath(this.context.path);
+    this.openChosen();
     // Not after the models have arrived: the user may be typing elsewhere by then.
     if (matchMedia("(hover: hover)").matches) this.input.focus();
     await this.loadModels();
@@ -189,6 +198,14 @@ class ChatTab {
     if (found && found === this.conversation) return;
     this.openConversation(found ?? chats.draft(this.model.value || knownModels()[0]?.id || ""));
     if (id && !found) this.showProblem(new Error(NO_CONVERSATION));
+  }
+
+  /** Open a new conversation with the model that the user has chosen elsewhere, if there is one. */
+  openChosen() {
+    const id = takeChosenModel();
+    if (!id) return;
+    this.openConversation(chats.draft(id));
+    this.input.focus();
   }
 
   create() {

@@ -11,12 +11,31 @@ const STATES = {
   stopping: "stopping",
 };
 
+/** Names of the events after the models were fetched, and after the user has chosen one. */
+export const MODELS_FETCHED = "tidegate-models-fetched";
+export const MODEL_CHOSEN = "tidegate-model-chosen";
+
 let last = [];
+let chosen = "";
 
 /** Fetch the models. Raises ApiError. */
 export async function fetchModels() {
   last = (await getJson("v1/models")).data;
+  dispatchEvent(new Event(MODELS_FETCHED));
   return last;
+}
+
+/** Choose the model of the next conversation, for whichever part of the page shows it. */
+export function chooseModel(id) {
+  chosen = id;
+  dispatchEvent(new Event(MODEL_CHOSEN));
+}
+
+/** Return the model that was chosen since the last call; "" if none was. */
+export function takeChosenModel() {
+  const taken = chosen;
+  chosen = "";
+  return taken;
 }
 
 /** Return the models as they were last fetched. */

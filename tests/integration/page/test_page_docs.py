@@ -105,7 +105,10 @@ def test_variables_and_queries_are_entered(visit: Visitor) -> None:
 
 
 NO_VECTORS = "generates text, and has no embeddings"
+NOT_MANAGED = "models are managed by the operator"
 REFUSED = {
+    "delete_api_delete": NOT_MANAGED,
+    "post_api_copy": NOT_MANAGED,
     "post_api_embed": NO_VECTORS,
     "post_api_embeddings": NO_VECTORS,
     "post_infill": "this model cannot fill in the middle",
@@ -120,12 +123,12 @@ REFUSED = {
     "post_v1_score": NO_VECTORS,
     "post_v2_rerank": NO_VECTORS,
 }
-"""Operations whose examples are refused, and why: the scripted model lacks an ability, or the body
-needs a file or an answer that no example can have."""
+"""Operations whose examples are refused, and why: the scripted model lacks an ability, the operator
+does not allow it, or the body needs a file or an answer that no example can have."""
 
 
 def test_the_examples_of_bodies_can_be_sent_as_they_are(visit: Visitor) -> None:
-    page = visit(refused=(400, 404)).open("/docs")
+    page = visit(refused=(400, 403, 404)).open("/docs")
     page.evaluate(SUMMARY)
     for name, (_, operation) in OPERATIONS.items():
         if "application/json" in operation.get("requestBody", {}).get("content", {}):

@@ -186,6 +186,7 @@ RECORDED: dict[str, list[Any]] = {
     "/api/embeddings": [{"model": "scripted", "prompt": "hi"}],
     "/api/show": [{"model": "scripted"}, {"name": "scripted:latest"}],
     "/api/pull": [{"model": "scripted", "stream": False}],
+    "/api/copy": [{"source": "scripted", "destination": "twin"}],
     f"{COMPLETIONS}/render": [COMPLETION],
     MESSAGES: [MESSAGE, {"model": "scripted", "max_tokens": 3, "messages": PLAIN_CHAT["messages"]}],
     f"{MESSAGES}/count_tokens": [MESSAGE],
