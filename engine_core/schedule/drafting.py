@@ -11,9 +11,9 @@ are published only when both models have computed them.
 
 The head reads the model's hidden states, which the worker keeps for the last `MAX_HEAD_LAG`
 positions of a request only. So it computes prompts in the steps of the model, and answers when
-drafts are requested, or before a hidden state would be lost. It then computes all requests that use
-it. All other steps are planned as if it did not exist, and so are the blocks that are published:
-entries that it lacks make drafts worse, and nothing else.
+drafts are requested. It then computes what it can of all requests that use it. All other steps are
+planned as if it did not exist, and so are the blocks that are published: entries that it lacks make
+drafts worse, and nothing else.
 """
 
 from __future__ import annotations
@@ -103,24 +103,27 @@ class DraftPlanning:
             request.num_draft_computed = start + stride
 
     def _add_head_work(self, step: Schedule, num_running: int) -> None:
-        """Plan the work of the head: none if no row needs it now, and otherwise that of all rows
-        that use it, because a pass over more tokens costs little more."""
+        """Plan the work of the head: none if the step requests no drafts and has no prompts, and
+        otherwise that of all rows that use it. If it has none, entries are lost whose hidden states
+        the worker does not keep."""
         every = list(step.rows())
         rows = [row for row in every if self._speculation.keeps_head(row[0])]
         work: dict[Request, DraftCatchUp] = {}
-        is_due = False
+        has_work = False
         for request, count, drafts in rows:
             start, end = request.num_draft_computed, request.num_scheduled + count
             num_requested = self._request_drafts(step, request, count, len(every), num_running)
-            is_prompt, is_last = count - len(drafts) > 1, end - start >= MAX_HEAD_LAG
-            is_due |= bool(num_requested) or is_prompt or is_last
+            has_work |= num_requested > 0 or count - len(drafts) > 1
             stride = 0 if num_requested else end - len(drafts) - start
             work[request] = DraftCatchUp(start, stride, num_requested)
-        if not is_due:
-            return
-        step.draft_catch_ups |= work
+        if has_work:
+            step.draft_catch_ups |= work
         for request, count, drafts in rows:
-            request.num_draft_computed = request.num_scheduled + count - len(drafts)
+            end = request.num_scheduled + count
+            if has_work:
+                request.num_draft_computed = end - len(drafts)
+            else:
+                request.num_draft_computed = max(request.num_draft_computed, end - MAX_HEAD_LAG)
 
     def _request_drafts(
         self, step: Schedule, request: Request, count: int, num_rows: int, num_running: int

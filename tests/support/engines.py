@@ -133,8 +133,9 @@ class EchoWorker:
     kv              block -> offset -> the token whose K/V is there; None: zeroed
     draft_kv        the same for the draft model; for a head, the token that follows the position
     uses_head       whether the model's own head proposes tokens, and there is no draft model
-    head_starts     slot -> the first position that the head has computed itself
+    head_starts     slot -> the first position from which the head has computed all itself
     head_ends       slot -> the position after the last one
+    row_ends        slot -> the position after the last one of its last row
     states          slot -> the tokens of which it has the recurrent state
     checkpoints     checkpoint -> the tokens of whose state it is a copy
     """
@@ -152,6 +153,7 @@ class EchoWorker:
     draft_kv: dict[int, list[int | None]] = field(default_factory=dict)
     head_starts: dict[int, int] = field(default_factory=dict)
     head_ends: dict[int, int] = field(default_factory=dict)
+    row_ends: dict[int, int] = field(default_factory=dict)
     states: dict[int, tuple[int, ...]] = field(default_factory=dict)
     checkpoints: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _possible: list[list[int] | None] = field(default_factory=list)
@@ -179,6 +181,7 @@ class EchoWorker:
             self.tables[init.slot] = init.blocks.tolist()
             self.seeds[init.slot] = init.seed
             self.head_starts[init.slot] = self.head_ends[init.slot] = init.num_computed
+            self.row_ends[init.slot] = init.num_computed
             self.states[init.slot] = self._first_state(init)
         appended = zip(
             plan.block_slots.tolist(),
@@ -239,6 +242,13 @@ class EchoWorker:
         )
 
     def _run_head(self, plan: StepPlan) -> Int32 | None:
+        proposed = self._head_work(plan)
+        columns = (plan.row_slots, plan.row_starts, plan.row_tokens)
+        for slot, start, count in zip(*(column.tolist() for column in columns), strict=True):
+            self.row_ends[slot] = start + count
+        return proposed
+
+    def _head_work(self, plan: StepPlan) -> Int32 | None:
         if plan.follow_starts is None or plan.wanted is None:
             return None
         columns = (plan.row_slots, plan.row_starts, plan.row_tokens, plan.row_samples)
@@ -252,7 +262,10 @@ class EchoWorker:
                 continue
             first = max(self.head_starts[slot], start - MAX_HEAD_LAG)
             assert first <= begin <= start, "the head needs hidden states that are not kept"
-            assert begin <= self.head_ends[slot], "entries of the head are missing"
+            lost = self.row_ends[slot] - MAX_HEAD_LAG
+            assert begin <= max(self.head_ends[slot], lost), "entries of the head are missing"
+            if begin > self.head_ends[slot]:
+                self.head_starts[slot] = begin
             end = len(self.tokens[slot]) - 1 if samples else start + count
             self.head_ends[slot] = end
             proposed += self._head_guesses(slot, begin, end, wanted)
