@@ -21,7 +21,7 @@ from msgspec.structs import replace as changed
 from torch import Tensor
 
 from protocol.engine.messages import Output
-from protocol.engine.sampling import SamplingParams
+from protocol.engine.sampling import DryBreaker, SamplingParams
 from protocol.worker.steps import NO_ADAPTER, SlotInit, StepPlan, StepResult
 from tests.support.plans import slot_init
 from tests.support.recording import (
@@ -43,7 +43,7 @@ from worker.step.slot_registry import Poison
 
 pytestmark = pytest.mark.long
 
-SEED = 13
+SEED = 15
 ADAPTERS = ("", "", "a", "", "b", "a")
 """LoRA adapters of the requests, in turn: slots change hands between requests with and without
 one."""
@@ -52,11 +52,13 @@ TURN_STEPS = 40
 FIELDS = {f.name: f for f in slot_fields(MAX_LEN, MAX_LEN // BLOCK_TOKENS)}
 MODES: dict[str, Poison | None] = {"reuse": None, **{p.name.lower(): p for p in Poison}}
 ELSEWHERE = "read only for rows with bad words, for which it is written: num_bad_words is the guard"
+DRY_OFF = "read only for rows with DRY, for which it is written: dry_window is 0 for all others"
 UNUSED = "read only for rows with an adapter, for which it is written"
 SURVIVORS = {
     ("num_bad", "lazily"): ELSEWHERE,
     ("longest_bad_word", "lazily"): ELSEWHERE,
     ("adapter_generation", "lazily"): UNUSED,
+    ("dry_multiplier", "lazily"): DRY_OFF,
 }
 """Resets that can be left out undetected, and why that is no leak. They are not replayed."""
 LATE = {("len", "never"): "wild", ("len", "once"): "wild", ("num_stop_ids", "lazily"): "reuse"}
@@ -79,6 +81,24 @@ SPECIAL = SamplingParams(
     logprobs_of="both",
 )
 """Parameters that give a slot's fields other values than those of a plain request."""
+FILTERED = SamplingParams(
+    temperature=0.5,
+    top_p=0.25,
+    top_k=9,
+    min_p=0.125,
+    typical_p=0.75,
+    top_n_sigma=1.5,
+    dynatemp_range=0.25,
+    dynatemp_exponent=2.0,
+    xtc_probability=0.5,
+    xtc_threshold=0.125,
+    dry_multiplier=0.5,
+    dry_base=1.5,
+    dry_allowed_length=4,
+    dry_penalty_last_n=30,
+    dry_breakers=[DryBreaker([11, 12]), DryBreaker([13], [15, 16])],
+)
+"""The same for the filters of a chain, with which other fields are plain."""
 
 
 @pytest.fixture(scope="module")
@@ -226,12 +246,15 @@ def is_plain(field: SlotField, init: SlotInit) -> bool:
 def ways() -> Iterator[tuple[str, str]]:
     """Yield every field with each way to be careless with it. Only scalars can be written
     lazily, such as the count of a list: an empty list writes nothing anyway."""
-    special = slot_init(0, [1], stop_ids=[3], params=SPECIAL, adapter=1, adapter_generation=2)
+    specials = [
+        slot_init(0, [1], stop_ids=[3], params=params, adapter=1, adapter_generation=2)
+        for params in (SPECIAL, FILTERED)
+    ]
     for field in FIELDS.values():
         if field.init is not None:
             yield field.name, "never"
             yield field.name, "once"
-            if not field.shape and not is_plain(field, special):
+            if not field.shape and not all(is_plain(field, each) for each in specials):
                 yield field.name, "lazily"
         if field.rest is RestPolicy.FILL and field.shape:
             yield field.name, "fill"

@@ -79,10 +79,17 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
     (SamplingParams(dynatemp_range=1.0, dynatemp_exponent=0.3, top_p=0.9), None),
     (SamplingParams(temperature=1.5, xtc_probability=0.6, xtc_threshold=0.02, min_p=0.01), None),
     (SamplingParams(temperature=2.0, top_k=30, min_p=0.2, samplers=["min_p", "temperature"]), None),
-    (SamplingParams(temperature=0.0, dry_multiplier=3.0, dry_allowed_length=1), None),
     (
         SamplingParams(
-            temperature=0.3,
+            dry_multiplier=0.2, allowed_token_ids=[3, 4, 5], logprobs=3, logprobs_of="sampling"
+        ),
+        None,
+    ),
+    (
+        SamplingParams(
+            temperature=0.9,
+            logprobs=5,
+            logprobs_of="sampling",
             dry_multiplier=2.0,
             dry_base=3.0,
             dry_allowed_length=0,
