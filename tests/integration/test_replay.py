@@ -52,16 +52,22 @@ TURN_STEPS = 40
 FIELDS = {f.name: f for f in slot_fields(MAX_LEN, MAX_LEN // BLOCK_TOKENS)}
 MODES: dict[str, Poison | None] = {"reuse": None, **{p.name.lower(): p for p in Poison}}
 ELSEWHERE = "read only for rows with bad words, for which it is written: num_bad_words is the guard"
-DRY_OFF = "read only for rows with DRY, for which it is written: dry_window is 0 for all others"
+DRY_OFF = "DRY changes nothing, because the other one of dry_multiplier and dry_window is 0"
+NO_BREAKER = "no breaker is found, because the other three counts are 0"
 UNUSED = "read only for rows with an adapter, for which it is written"
 SURVIVORS = {
     ("num_bad", "lazily"): ELSEWHERE,
     ("longest_bad_word", "lazily"): ELSEWHERE,
     ("adapter_generation", "lazily"): UNUSED,
     ("dry_multiplier", "lazily"): DRY_OFF,
+    ("dry_window", "lazily"): DRY_OFF,
+    ("num_heads", "lazily"): NO_BREAKER,
+    ("num_breakers", "lazily"): NO_BREAKER,
+    ("num_tails", "lazily"): NO_BREAKER,
+    ("num_tail_ends", "lazily"): NO_BREAKER,
 }
 """Resets that can be left out undetected, and why that is no leak. They are not replayed."""
-LATE = {("len", "never"): "wild", ("len", "once"): "wild", ("num_stop_ids", "lazily"): "reuse"}
+LATE = {("len", "never"): "wild", ("len", "once"): "wild"}
 """Resets whose lack is detected late, and the mode that detects it. Only that mode is replayed."""
 SPECIAL = SamplingParams(
     temperature=0.5,

@@ -61,12 +61,12 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
     (SamplingParams(temperature=0.7, min_tokens=3, stop_token_ids=[7, 9], logprobs=5), None),
     (SamplingParams(temperature=0.0, min_tokens=4, ignore_eos=True), None),
     (SamplingParams(temperature=0.7, logprobs=5, prompt_logprobs=3), None),
-    (SamplingParams(temperature=0.0, prompt_logprobs=0), None),
+    (SamplingParams(temperature=0.0, prompt_logprobs=0, min_tokens=4, ignore_eos=True), None),
     (SamplingParams(temperature=0.0, allowed_token_ids=list(range(2, 97, 5))), None),
     (SamplingParams(bad_words=[[i] for i in range(0, 97, 4)] + [[1, 3], [5] * 4]), None),
     (SamplingParams(temperature=0.0, bad_words=[[i, j] for i in range(9) for j in range(9)]), None),
     (SamplingParams(temperature=0.8, logprobs=1, logprob_token_ids=[60, 4, 33]), None),
-    (SamplingParams(temperature=0.0, logprob_token_ids=[96]), None),
+    (SamplingParams(temperature=0.0, logprob_token_ids=[96], min_tokens=4, ignore_eos=True), None),
     (SamplingParams(temperature=1.2, top_k=9, logprobs=4, logprobs_of="sampling"), None),
     (
         SamplingParams(
@@ -76,8 +76,17 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
     ),
     (SamplingParams(temperature=1.5, typical_p=0.4, logprobs=3, logprobs_of="both"), None),
     (SamplingParams(temperature=1.9, top_n_sigma=0.8, top_k=60), None),
-    (SamplingParams(dynatemp_range=1.0, dynatemp_exponent=0.3, top_p=0.9), None),
-    (SamplingParams(temperature=1.5, xtc_probability=0.6, xtc_threshold=0.02, min_p=0.01), None),
+    (SamplingParams(dynatemp_range=1.0, dynatemp_exponent=0.3, xtc_probability=0.8), None),
+    (
+        SamplingParams(
+            temperature=1.5,
+            dynatemp_range=0.7,
+            xtc_probability=0.6,
+            xtc_threshold=0.02,
+            min_p=0.01,
+        ),
+        None,
+    ),
     (SamplingParams(temperature=2.0, top_k=30, min_p=0.2, samplers=["min_p", "temperature"]), None),
     (
         SamplingParams(
@@ -87,16 +96,16 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
     ),
     (
         SamplingParams(
-            temperature=0.9,
+            temperature=0.1,
             logprobs=5,
             logprobs_of="sampling",
-            dry_multiplier=2.0,
-            dry_base=3.0,
+            dry_multiplier=0.05,  # so the answer repeats tokens, and logprobs show the penalty
+            dry_base=1.5,
             dry_allowed_length=0,
             dry_penalty_last_n=9,
             dry_breakers=[
                 DryBreaker([*range(0, 97, 9)]),
-                *(DryBreaker([*range(1, 97, 7)], [token]) for token in range(0, 97, 5)),
+                *(DryBreaker([*range(97)], [token]) for token in range(0, 97, 2)),
             ],
         ),
         None,
