@@ -18,10 +18,10 @@ from tools.failure import Failure
 from tools.http.web import KEY_VARIABLE, WebServer, no_server
 from tools.processes.discovery import add_server, server_url
 
-DESCRIPTION = f"""\
-Start a coding agent that uses a running server: {", ".join(AGENTS)}. Its settings hold for
-this session only. They are arguments and environment variables of its process, so nothing is
-written to your own settings. Arguments after `--` are the agent's own.
+DESCRIPTION = """\
+Start a coding agent that uses a running server. Its settings hold for this session only. They
+are arguments and environment variables of its process, so nothing is written to your own
+settings. Arguments after `--` are passed to the agent.
 """
 
 EXAMPLES = """\
@@ -37,7 +37,9 @@ NOT_FOUND = 127
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("agent", metavar="AGENT", choices=list(AGENTS), help="the agent to start")
+    parser.add_argument(
+        "agent", metavar="AGENT", choices=list(AGENTS), help=f"one of {', '.join(AGENTS)}"
+    )
     parser.add_argument(
         "--model", metavar="NAME", help="model name (default: the server's first model)"
     )
@@ -46,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--print",
         action="store_true",
         dest="prints",
-        help="print the command with its settings, as a shell takes it, and start nothing; the "
-        "key is shown as $" + KEY_VARIABLE,
+        help="print the command and its settings for a shell, and do not start the agent; the key "
+        "is shown as $" + KEY_VARIABLE,
     )
     add_server(parser)
 
