@@ -63,9 +63,10 @@ class _Expansion:
         is_rule = not name.lstrip("_")[:1].isupper()
         key = (name, nesting)
         if key not in self._known:
-            self._known[key] = self._part(
-                self._definitions[name], nesting, in_rule=in_rule and is_rule
-            )
+            part = self._part(self._definitions[name], nesting, in_rule=in_rule and is_rule)
+            if part is not None and len(part) > MAX_CHARS:
+                raise _TooLong
+            self._known[key] = part
         found = self._known[key]
         return found if is_rule or not in_rule else self._followed(found)
 
@@ -80,12 +81,12 @@ class _Expansion:
             case LarkText(pattern):
                 return self._followed(pattern) if in_rule else pattern
             case LarkRow(items):
-                found = [self._part(item, nesting, in_rule=in_rule) for item in items]
-                return _checked("".join(_group(f) for f in found if f is not None), found)
+                return _row([self._part(item, nesting, in_rule=in_rule) for item in items])
             case LarkOptions(options):
                 ways = [self._part(one, nesting, in_rule=in_rule) for one in options]
                 texts = list(dict.fromkeys(way for way in ways if way is not None))
-                return _checked("|".join(texts), texts[:1] or [None])
+                _check_length(texts)
+                return "|".join(texts) if texts else None
             case LarkTimes(item, least, most):
                 inner = self._part(item, nesting, in_rule=in_rule)
                 if inner is None:
@@ -93,12 +94,20 @@ class _Expansion:
                 return f"{_group(inner, repeats=True)}{_times(least, most)}" if inner else ""
 
 
-def _checked(text: str, found: Sequence[str | None]) -> str | None:
-    if None in found:
+def _row(parts: Sequence[str | None]) -> str | None:
+    """Return the expression of parts that follow each other; None if one of them is None."""
+    texts = [part for part in parts if part is not None]
+    if len(texts) < len(parts):
         return None
-    if len(text) > MAX_CHARS:
+    _check_length(texts)
+    grouped = {text: _group(text) for text in set(texts)}
+    return "".join(grouped[text] for text in texts)
+
+
+def _check_length(texts: Sequence[str]) -> None:
+    """Raise _TooLong if an expression of these texts would be too long. It is not made then."""
+    if sum(map(len, texts)) > MAX_CHARS:
         raise _TooLong
-    return text
 
 
 class _TooLong(Exception):
@@ -127,11 +136,11 @@ def nesting_names(definitions: Mapping[str, LarkPart]) -> frozenset[str]:
     the way from `start`. Without them no definition contains itself."""
     found: set[str] = set()
     done: set[str] = set()
-    open_names: list[str] = []
+    open_names: dict[str, None] = {}
     rests: list[Iterator[str]] = []
 
     def enter(name: str) -> None:
-        open_names.append(name)
+        open_names[name] = None
         rests.append(_names(definitions[name]))
 
     for first in ("start", *definitions):
@@ -140,7 +149,7 @@ def nesting_names(definitions: Mapping[str, LarkPart]) -> frozenset[str]:
         while rests:
             name = next(rests[-1], None)
             if name is None:
-                done.add(open_names.pop())
+                done.add(open_names.popitem()[0])
                 rests.pop()
             elif name in open_names:
                 found.add(name)
@@ -164,6 +173,13 @@ def lark_pattern(source: str) -> str:
     """Return a regular expression of the texts that a grammar in Lark admits, in the syntax that
     ECMAScript, Python and Rust share. Raise NotConvertible if the grammar is invalid, or if it has
     a part that is not supported."""
+    try:
+        return _lark_pattern(source)
+    except RecursionError:
+        raise NotConvertible("its rules are nested too deeply") from None
+
+
+def _lark_pattern(source: str) -> str:
     reader = LarkReader(source)
     if "start" not in reader.definitions:
         raise NotConvertible("the grammar has no rule 'start'")
@@ -186,4 +202,10 @@ def lark_pattern(source: str) -> str:
 def regex_pattern(source: str) -> str:
     """Return a regular expression of Python in the syntax that ECMAScript, Python and Rust share.
     Raise NotConvertible if a part is not supported."""
-    return terminal_pattern(source.removeprefix("^").removesuffix("$"))
+    ends = len(source) - 1
+    if source.endswith("$") and (len(source[:ends]) - len(source[:ends].rstrip("\\"))) % 2 == 0:
+        source = source[:ends]
+    try:
+        return terminal_pattern(source.removeprefix("^"))
+    except RecursionError:
+        raise NotConvertible("its groups are nested too deeply") from None

@@ -16,9 +16,10 @@ from gateway.formats.lark_terminals import (
     COMMON,
     NotConvertible,
     PlainSpelling,
+    has_char,
     terminal_pattern,
 )
-from gateway.formats.string_limits import ALL, Ranges, char_ranges
+from gateway.formats.string_limits import Ranges, char_ranges, merged
 
 MAX_REPEATS = 1000
 """Largest number in `item~n` and `item{n}`."""
@@ -288,7 +289,7 @@ def _string(token: _Token) -> str:
         number = found[1] or found[2] or found[3]
         if number is None:
             return _SIGNS.get(found[4], found[4])
-        if int(number, 16) > ALL[0][1]:
+        if not has_char(int(number, 16)):
             raise _fault(token, f"there is no character {found[0]}")
         return chr(int(number, 16))
 
@@ -302,12 +303,20 @@ def _span(first: _Token, last: _Token) -> Ranges:
     return ((ord(texts[0]), ord(texts[1])),)
 
 
+def _other_cases(code: int) -> Ranges:
+    """Return the small and the capital letter of a character, if each is one character that has
+    this one as its other case, too."""
+    sign = chr(code)
+    cases = [case for case in (sign.lower(), sign.upper()) if len(case) == 1]
+    return [(ord(c), ord(c)) for c in cases if sign in (c.lower(), c.upper())]
+
+
 def _pattern_of(token: _Token) -> str:
     """Return the regular expression of a string or of a regular expression in the source."""
     if token.kind == "string":
         signs = [char_ranges(sign) for sign in _string(token)]
         if token.text.endswith("i"):
-            signs = [char_ranges(chr(r[0][0]).lower() + chr(r[0][0]).upper()) for r in signs]
+            signs = [merged([*each, *_other_cases(each[0][0])]) for each in signs]
         return "".join(map(PlainSpelling().one_of, signs))
     body, _, flags = token.text[1:].rpartition("/")
     return terminal_pattern(body.replace("\\/", "/"), flags, f"line {token.line}: ")

@@ -107,6 +107,8 @@ class _Terminal(Translator):
             return self._group(depth)
         if sign in "^$":
             raise self._fault(f"has {sign!r}, which is not supported")
+        if sign == "{":  # in Python it may count, and may stand for itself
+            raise self._fault(r"has a misplaced '{'; write \{ for the character")
         return self._spelling.one_of(self._cased(self._one()))
 
     def _one(self) -> Ranges:
@@ -135,11 +137,19 @@ class _Terminal(Translator):
 
     def _escape(self, *, inside: bool = False) -> Ranges:
         sign = self._pattern[self._at : self._at + 1]
+        if sign == "0" and self._pattern[self._at + 1 : self._at + 2].isdigit():
+            raise self._fault("has an octal number, which is not supported")
         found = super()._escape(inside=inside)
         if sign in ("s", "S"):
             blanks = char_ranges("\t\n\v\f\r ")
             return blanks if sign == "s" else without(ASCII, blanks)
         return _within(found, ASCII) if sign in ("D", "W") else found
+
+    def _numbered(self, length: int) -> Ranges:
+        found = super()._numbered(length)
+        if not has_char(found[0][0]):
+            raise self._fault("has half of a surrogate pair")
+        return found
 
     def _cased(self, ranges: Ranges) -> Ranges:
         """Return the characters and, if the case is ignored, the same ASCII letters in the other
@@ -148,6 +158,11 @@ class _Terminal(Translator):
             return ranges
         letters = [(c, c) for c in (*range(0x41, 0x5B), *range(0x61, 0x7B)) if _has(ranges, c)]
         return merged([*ranges, *((c ^ 0x20, c ^ 0x20) for c, _ in letters)])
+
+
+def has_char(code: int) -> bool:
+    """Return whether a text can have a character with this number."""
+    return code <= ALL[-1][1] and not 0xD800 <= code <= 0xDFFF
 
 
 def _within(ranges: Ranges, others: Ranges) -> Ranges:

@@ -32,19 +32,24 @@ class TextArgument(msgspec.Struct):
     """A scan of a call's arguments, as plain data.
 
     at    "before" the text, "inside" it, "after" it, or in "other" arguments than expected
-    held  JSON that has been read, but whose text has not been returned: all of it, unless `at` is
-          "inside"; then the start of an escape
+    held  JSON that has been read, but whose text has not been returned: "inside", the start of an
+          escape; "before", all of it
+    rest  the same in "other" arguments, in pieces
     """
 
     at: Place = "before"
     held: str = ""
+    rest: list[str] = []
 
     def push(self, fragment: str) -> str:
         """Return the text that a piece of the JSON adds."""
         if self.at == "after":
             return ""
+        if self.at == "other":
+            self.rest.append(fragment)
+            return ""
         self.held += fragment
-        if self.at == "before":
+        if self.at == "before" and not fragment.isspace():  # there may be any number of blanks
             self._start()
         return self._inside() if self.at == "inside" else ""
 
@@ -52,8 +57,9 @@ class TextArgument(msgspec.Struct):
         """Return the rest of the text at the end of a complete call."""
         if self.at in ("inside", "after"):
             return ""
-        held, self.held, self.at = self.held, "", "after"
-        return _text_of(held)
+        whole = self.held + "".join(self.rest)
+        self.held, self.rest, self.at = "", [], "after"
+        return _text_of(whole)
 
     def _start(self) -> None:
         if found := _START.match(self.held):

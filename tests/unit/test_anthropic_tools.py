@@ -170,6 +170,16 @@ def test_a_template_never_lacks_all_tools_if_some_can_be_called() -> None:
 # ---- tools that are added and removed
 
 
+def test_the_template_receives_a_removed_tool_and_the_answer_may_not_call_it() -> None:
+    """So the start of the prompt stays the same."""
+    block = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "find"}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "system", "content": [block]}]
+    result = translated(tools=[FIND, {**WEATHER, "defer_loading": False}], messages=messages)
+    plan = tool_plan(result.chat, result.shown_tools)
+    assert [tool["function"]["name"] for tool in plan.shown] == ["find", "weather"]
+    assert [tool.name for tool in plan.declared] == ["weather"]
+
+
 def test_an_added_tool_is_defined_in_its_message_and_a_removed_one_is_not_offered() -> None:
     added = change("tool_addition", type="tool_definition", definition=tool("new"))
     removed = change("tool_removal", type="tool_reference", name="find")

@@ -106,11 +106,29 @@ def test_a_rule_nests_as_deeply_as_there_is_room() -> None:
         ("start: %", "cannot read"),
         ("start: a b\na: b b\nb: c c c c\nc: d d d d\nd: e e e e\ne: /[a-z]{9}x/ /y/ " * 1
          + "f f f f\nf: /abcdefghijklmnop/~2 /q/", "12,288 characters"),
+        ('start: "' + "a" * 20_000 + '"', "12,288 characters"),
+        ("start: " + "a " * 5000 + "\na: /[" + "bc" * 6000 + "]/", "12,288 characters"),
+        ("start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(600)) + "a600: /x/",
+         "nested too deeply"),
+        ('start: "\\ud800"', "no character"),
+        ("start: /\\ud800/", "surrogate"),
+        ("start: /x{,3}/", "misplaced '{'"),
+        ("start: /a{2}{3}/", "misplaced '{'"),
+        ("start: /\\07/", "octal"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_enforced_is_refused(source: str, words: str) -> None:
     with pytest.raises(NotConvertible, match=re.escape(words)):
         lark_pattern(source)
+
+
+@pytest.mark.parametrize("sign", "aß\u017fİ\u03c3\u03c2kK")
+def test_a_string_without_case_admits_a_letter_and_its_other_case_only(sign: str) -> None:
+    pattern = re.compile(lark_pattern(f'start: "{sign}"i'))
+    assert pattern.fullmatch(sign)
+    admitted = {case for case in map(chr, range(0x3000)) if pattern.fullmatch(case)}
+    assert admitted <= {sign, sign.lower(), sign.upper()}
+    assert all(sign in (case.lower(), case.upper()) for case in admitted)
 
 
 def test_a_regular_expression_is_that_of_python() -> None:
@@ -120,6 +138,9 @@ def test_a_regular_expression_is_that_of_python() -> None:
         ("(?:a|b){2,}", "abab", "a"),
         (r"[^\s]", "x", " "),
         ("[]a]", "]", "b"),
+        (r"a\$", "a$", "a"),
+        (r"a\\$", "a\\", "a$"),
+        (r"a\{,3}", "a{,3}", "aaa"),
     ):
         assert re.fullmatch(regex_pattern(source), text)
         assert not re.fullmatch(regex_pattern(source), other)

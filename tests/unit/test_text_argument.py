@@ -53,6 +53,7 @@ def test_a_text_is_read_however_it_is_cut(text: str, ascii: bool, cuts: list[int
         ("{}", ""),
         ("[1]", "[1]"),
         ("{not JSON", "{not JSON"),
+        ('{  "in  put" : "a", "b": 1}', '{  "in  put" : "a", "b": 1}'),
     ],
 )
 def test_other_arguments_are_not_lost(source: str, text: str) -> None:
@@ -105,6 +106,13 @@ def test_a_call_of_one_text_has_its_text_and_other_calls_their_arguments(size: i
         ToolArguments(1, '{"input": "a\\nb"}'),
         ToolCallEnd(1),
     ]
+
+
+@pytest.mark.parametrize("size", [1, 3, 999])
+def test_other_arguments_that_are_cut_off_are_not_lost(size: int) -> None:
+    source = CALL.replace('"input": "a\\nb"', '"patch": "a", "b": 1')
+    found = events(source[: source.index(', "b"')], complete=False, size=size)
+    assert found[:2] == [ToolCall(0, "id", "note", is_text=True), ToolText(0, '{"patch": "a"')]
 
 
 @pytest.mark.parametrize("size", [1, 3, 999])

@@ -150,7 +150,7 @@ class _ConversationWriter:
         for use in self.executed:  # its result was not waited for
             self._add_result(use, [{"type": "text", "text": NO_RESULT}], use.at)
         self.executed = []
-        self.chat.continues = self.chat.messages[-1]["role"] == "assistant"
+        self.chat.continues = self._last_role == "assistant"
 
     def finish(self) -> ChatConversation:
         self._check_answered()
@@ -163,10 +163,15 @@ class _ConversationWriter:
 
     def _current(self, role: str, at: str) -> dict[str, Any]:
         """Return the last message if it has this role, else append a new one."""
-        messages = self.chat.messages
-        if not messages or messages[-1]["role"] != role:
+        if self._last_role != role:
             self._append({"role": role, "content": []}, at)
-        return messages[-1]
+        return self.chat.messages[-1]
+
+    @property
+    def _last_role(self) -> str | None:
+        """The role of the last message; None if there is no message yet."""
+        role: str | None = self.chat.messages[-1]["role"] if self.chat.messages else None
+        return role
 
     def _append(self, message: dict[str, Any], at: str) -> None:
         self.chat.messages.append(message)
@@ -175,8 +180,7 @@ class _ConversationWriter:
     def _start_assistant(self, at: str) -> None:
         """Start or continue an assistant's turn. Before a new turn, all earlier calls must have a
         result."""
-        messages = self.chat.messages
-        if not messages or messages[-1]["role"] != "assistant":
+        if self._last_role != "assistant":
             self._check_answered()
         self._current("assistant", at)
 

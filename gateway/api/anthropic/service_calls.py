@@ -37,7 +37,8 @@ def service_result(content: Any) -> str:
 def tool_references(content: Any) -> list[str]:
     """Return the names of the tools that the result of a search for tools names."""
     found = content.get("tool_references") if isinstance(content, Mapping) else None
-    names = [each.get("tool_name") for each in found or () if isinstance(each, Mapping)]
+    listed = found if isinstance(found, list) else []
+    names = [each.get("tool_name") for each in listed if isinstance(each, Mapping)]
     return [name for name in names if isinstance(name, str)]
 
 

@@ -63,8 +63,8 @@ class Preparation:
     """Prepares the conversations of one body. Raises InvalidRequest naming the field.
 
     trusts_template  whether the server accepts `chat_template` from requests
-    shown_tools      those of the body's tools that the template receives; None: all of them. The
-                     messages may define the others
+    shown_tools      the tools that the template receives; None: those of the body. The messages may
+                     define others, and withdraw some of these
     """
 
     def __init__(

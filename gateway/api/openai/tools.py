@@ -101,7 +101,7 @@ def tool_plan(
     """Return the plan for a request's tools and `tool_choice`. Raise InvalidRequest naming the
     field if one of them is invalid.
 
-    shown_tools  those of the body's tools that the template receives; None: all of them
+    shown_tools  the tools that the template receives; None: those of the body
     """
     given = {f"tools[{place}]": tool for place, tool in enumerate(body.tools or [])}
     ignored = tuple(at for at, tool in given.items() if is_hosted(tool))
@@ -109,11 +109,10 @@ def tool_plan(
     names = [tool.declared.name for tool in tools]
     _check_unique(tools)
     mode, chosen = _choice(body.tool_choice, names)
-    shown = None if shown_tools is None else set(map(_name_of, shown_tools))
     if mode == "none":
         return ToolPlan(ignored=ignored)
     return ToolPlan(
-        shown=[tool.shown for tool in tools if shown is None or tool.declared.name in shown],
+        shown=[tool.shown for tool in tools] if shown_tools is None else _shown(shown_tools),
         declared=[tool.declared for tool in tools],
         mode=mode,
         name=chosen[0] if mode == "named" else None,
@@ -126,8 +125,9 @@ def tool_plan(
     )
 
 
-def _name_of(tool: Mapping[str, Any]) -> Any:
-    return tool[tool.get("type", "function")].get("name")
+def _shown(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return tools as the template receives them. The answer may call some of them only."""
+    return [_tool(tool, "tools").shown for tool in tools if not is_hosted(tool)]
 
 
 def is_hosted(tool: Any) -> bool:
@@ -240,7 +240,7 @@ def _custom_grammar(format: Any, at: str) -> _TextGrammar | None:
     at = f"{at}.grammar"
     grammar = as_object(format.get("grammar"), at)
     syntax, source = grammar.get("syntax"), grammar.get("definition")
-    if syntax not in SYNTAXES:
+    if not isinstance(syntax, str) or syntax not in SYNTAXES:
         raise InvalidRequest.at(f"{at}.syntax", f"must be one of {', '.join(SYNTAXES)}")
     at = f"{at}.definition"
     if not isinstance(source, str) or not 0 < len(source) <= MAX_GRAMMAR_CHARS:

@@ -107,8 +107,7 @@ def service_result(item: Mapping[str, Any]) -> str:
             error = item.get("error")
             return f"Error: {_text(error)}" if error else _text(item.get("output")) or NO_RESULT
         case "code_interpreter_call":
-            outputs = item.get("outputs") or ()
-            texts = [_text(each.get("logs")) for each in outputs if isinstance(each, Mapping)]
+            texts = [_text(each.get("logs")) for each in _objects(item.get("outputs"))]
             return "\n".join(filter(None, texts)) or NO_RESULT
         case "file_search_call":
             results = item.get("results")
@@ -160,8 +159,7 @@ def note_of(item: Mapping[str, Any], at: str) -> tuple[str, str]:
     """Return (role, text) of the message that an item of NOTES becomes."""
     match item["type"]:
         case "mcp_list_tools":
-            tools = item.get("tools") or ()
-            names = [str(tool.get("name")) for tool in tools if isinstance(tool, Mapping)]
+            names = [str(tool.get("name")) for tool in _objects(item.get("tools"))]
             return "assistant", f"[Tools of {item.get('server_label')}: {', '.join(names)}]"
         case "mcp_approval_request":
             call = f"{item.get('name')}({item.get('arguments')})"
@@ -170,6 +168,12 @@ def note_of(item: Mapping[str, Any], at: str) -> tuple[str, str]:
             reason = f": {item['reason']}" if item.get("reason") else "."
             return "user", f"{'Yes' if item.get('approve') else 'No'}{reason}"
     return "developer", described_tools(item["tools"], f"{at}.tools")
+
+
+def _objects(value: Any) -> list[Mapping[str, Any]]:
+    """Return the objects in a list, or none for any other value."""
+    found = value if isinstance(value, list) else []
+    return [each for each in found if isinstance(each, Mapping)]
 
 
 def _text(value: Any) -> str:

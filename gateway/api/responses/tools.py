@@ -137,7 +137,7 @@ class _Translation:
             return
         if kind == "namespace":
             self._add_namespace(tool, at)
-        elif kind in _BUILT_IN:
+        elif isinstance(kind, str) and kind in _BUILT_IN:
             self.tools.append(_built_in(tool, at))
         elif kind in ("function", "custom"):
             self._add_named(tool, at)
