@@ -103,27 +103,34 @@ class DraftPlanning:
             request.num_draft_computed = start + stride
 
     def _add_head_work(self, step: Schedule, num_running: int) -> None:
-        """Plan the work of the head: none if the step requests no drafts and has no prompts, and
-        otherwise that of all rows that use it. If it has none, entries are lost whose hidden states
-        the worker does not keep."""
+        """Plan the work of the head: none if the step requests no drafts and has no prompts.
+        Otherwise that of the rows which have either, and of other rows that use it, up to a token
+        budget of entries: the worker reserves memory for so many. The other rows lose the entries
+        whose hidden states the worker does not keep."""
         every = list(step.rows())
         rows = [row for row in every if self._speculation.keeps_head(row[0])]
-        work: dict[Request, DraftCatchUp] = {}
-        has_work = False
-        for request, count, drafts in rows:
+        wanted = {
+            request: self._request_drafts(step, request, count, len(every), num_running)
+            for request, count, _ in rows
+        }
+        is_due = {
+            request: wanted[request] > 0 or count - len(drafts) > 1
+            for request, count, drafts in rows
+        }
+        has_work = any(is_due.values())
+        spare = self._limits.token_budget - sum(n for each, n, _ in rows if is_due[each])
+        for request, count, drafts in sorted(rows, key=lambda row: not is_due[row[0]]):
             start, end = request.num_draft_computed, request.num_scheduled + count
-            num_requested = self._request_drafts(step, request, count, len(every), num_running)
-            has_work |= num_requested > 0 or count - len(drafts) > 1
-            stride = 0 if num_requested else end - len(drafts) - start
-            work[request] = DraftCatchUp(start, stride, num_requested)
-        if has_work:
-            step.draft_catch_ups |= work
-        for request, count, drafts in rows:
-            end = request.num_scheduled + count
-            if has_work:
+            more = end - start - (count if is_due[request] else 0)
+            if more > spare and is_due[request]:
+                start, more = request.num_scheduled, 0
+            if has_work and more <= spare:
+                spare -= more
+                stride = 0 if wanted[request] else end - len(drafts) - start
+                step.draft_catch_ups[request] = DraftCatchUp(start, stride, wanted[request])
                 request.num_draft_computed = end - len(drafts)
             else:
-                request.num_draft_computed = max(request.num_draft_computed, end - MAX_HEAD_LAG)
+                request.num_draft_computed = max(start, end - MAX_HEAD_LAG)
 
     def _request_drafts(
         self, step: Schedule, request: Request, count: int, num_rows: int, num_running: int

@@ -314,8 +314,8 @@ class EventBuilder:
             self.warn(INVALID_ARGUMENTS, f"the arguments of call {index} have {problem}")
 
     def abandon_call(self) -> None:
-        """Close the open call, if there is one. `end_call` emits `ToolCallEnd` and then calls this. A
-        call that is closed without `end_call` counts as cut off: no event says that it has ended.
+        """Close the open call, if there is one. `end_call` emits `ToolCallEnd` and then calls this.
+        A call that is closed without `end_call` counts as cut off: no event says that it has ended.
         If it takes one text and had other arguments, they are emitted as they are."""
         text = self.s.text
         if text is not None and text.at == "other":

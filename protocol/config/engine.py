@@ -8,6 +8,7 @@ import msgspec
 
 from protocol.config.base import Config, LogFormat, OnFailure, SharedKey, about
 from protocol.config.worker import TOKEN_BUDGET, WorkerConfig
+from protocol.worker.steps import MAX_HEAD_LAG
 
 
 class EngineConfig(Config, frozen=True, kw_only=True):
@@ -227,6 +228,11 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         self._check_group()
         # The worker reserves memory for the largest step of its engine. It needs the key only to
         # exchange K/V, for which it keeps all blocks of a request (worker/startup/kv_window.py).
+        if self.speculation == "mtp" and self.max_drafts > MAX_HEAD_LAG:
+            raise ValueError(
+                f"max_drafts must be at most {MAX_HEAD_LAG} with speculation 'mtp': the worker "
+                "keeps the hidden states of so many positions"
+            )
         drafts = 0 if self.speculation == "none" else self.max_drafts
         worker = msgspec.structs.replace(
             self.worker,

@@ -223,7 +223,12 @@ def faults_of_struct(
             yield from faults(field.type, f"{at}{name}", put_field, (*outer, struct.cls))
 
 
-BODIES = [(op.rule, kind) for op in operations() for kind in op.takes if op.takes_type == JSON_TYPE]
+BODIES = [
+    (op.method, op.rule, kind)
+    for op in operations()
+    for kind in op.takes
+    if op.takes_type == JSON_TYPE
+]
 """The fields of forms are tested in batches/test_files.py."""
 
 
@@ -231,17 +236,17 @@ GATEWAY = {"file_store": "files.db"}
 
 
 @pytest.mark.parametrize(
-    ("path", "kind"), BODIES, ids=[f"{path} {kind.__name__}" for path, kind in BODIES]
+    ("method", "path", "kind"), BODIES, ids=[f"{path} {kind.__name__}" for _, path, kind in BODIES]
 )
 def test_every_refusal_names_the_field_as_it_was_spelled(
-    path: str, kind: type, engine: ScriptedEngine, gateway: GatewayProcess
+    method: str, path: str, kind: type, engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:
     struct = inspect.type_info(kind)
     assert isinstance(struct, inspect.StructType)
     wrong: list[Any] = []
     with requests.Session() as session:
         for at, body in faults_of_struct(struct, "", lambda value: value):
-            answer = session.post(gateway.url + path, json=body, timeout=20)
+            answer = session.request(method, gateway.url + path, json=body, timeout=20)
             error = answer.json().get("error", {})
             if isinstance(error, str):  # Ollama's errors have no `param`
                 error = {"param": at, "message": error}

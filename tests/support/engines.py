@@ -125,6 +125,15 @@ def guess_with_accuracy(chance: float, sample: SampleToken = next_token) -> Samp
     return guess
 
 
+def num_head_entries(plan: StepPlan) -> int:
+    """Return how many positions the head computes in a step if all of its drafts are right."""
+    if plan.follow_starts is None:
+        return 0
+    columns = (plan.row_starts, plan.row_tokens, plan.follow_starts)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return sum(start + count - begin for start, count, begin in rows if begin >= 0)
+
+
 @dataclass
 class EchoWorker:
     """Executes plans, and asserts that they are consistent.
@@ -251,6 +260,8 @@ class EchoWorker:
     def _head_work(self, plan: StepPlan) -> Int32 | None:
         if plan.follow_starts is None or plan.wanted is None:
             return None
+        num_entries = num_head_entries(plan)
+        assert num_entries <= self.limits.token_budget
         columns = (plan.row_slots, plan.row_starts, plan.row_tokens, plan.row_samples)
         proposed: list[int] = []
         for slot, start, count, samples, begin, wanted in zip(
@@ -263,7 +274,10 @@ class EchoWorker:
             first = max(self.head_starts[slot], start - MAX_HEAD_LAG)
             assert first <= begin <= start, "the head needs hidden states that are not kept"
             lost = self.row_ends[slot] - MAX_HEAD_LAG
-            assert begin <= max(self.head_ends[slot], lost), "entries of the head are missing"
+            missing = begin - max(self.head_ends[slot], lost)
+            if missing > 0:
+                assert begin == start, "entries of the head are missing"
+                assert num_entries + missing > self.limits.token_budget, "there was room for them"
             if begin > self.head_ends[slot]:
                 self.head_starts[slot] = begin
             end = len(self.tokens[slot]) - 1 if samples else start + count

@@ -18,6 +18,7 @@ from tests.support.engines import (
     Bench,
     answer,
     guess_with_accuracy,
+    num_head_entries,
     num_requested,
     proposer_computes,
 )
@@ -81,6 +82,29 @@ def test_the_head_has_no_work_in_a_full_step_and_continues_later() -> None:
         lag = late.row_starts.tolist()[0] - late.follow_starts.tolist()[0]
         assert lag == MAX_HEAD_LAG if length == 50 else 0 < lag < MAX_HEAD_LAG
         assert sum(map(num_requested, each.plans)) > 0
+
+
+def test_a_step_has_no_more_entries_than_the_token_budget() -> None:
+    """Many requests get no drafts because steps are full. Then a prompt gives the head work."""
+    budget = 64
+    each = bench(1.0, max_slots=56, num_blocks=1025, max_len=128, token_budget=budget)
+    for n in range(55):
+        each.add([n, 3], max_tokens=80, ignore_eos=True)
+    for _ in range(40):
+        each.plan()
+        each.finish()
+    each.add([*range(30)], max_tokens=40, ignore_eos=True)
+    each.run()
+    numbers = list(map(num_head_entries, each.plans))
+    assert 0 < max(numbers) <= budget
+    late = [plan for plan in each.plans if proposer_computes(plan)]
+    assert any(len(plan.row_slots) > 50 for plan in late)
+
+
+def test_more_drafts_than_hidden_states_are_refused() -> None:
+    EngineConfig(speculation="mtp", max_drafts=MAX_HEAD_LAG, worker=WorkerConfig(model="m"))
+    with pytest.raises(ValueError, match="max_drafts must be at most 16"):
+        EngineConfig(speculation="mtp", max_drafts=MAX_HEAD_LAG + 1, worker=WorkerConfig(model="m"))
 
 
 @pytest.mark.parametrize("lag", [-1, MAX_HEAD_LAG + 1])

@@ -127,8 +127,8 @@ def _check(ended: PullEnded) -> None:
     statuses=STATUSES,
 )
 def copy(service: Service, context: RequestContext) -> Response:
-    manager(service, context)
     body = read_body(service, context, OllamaCopyBody)
+    manager(service, context)
     source = models.served_name(body.source or "", service.names)
     destination = (body.destination or "").removesuffix(LATEST)
     for field, value in (("source", source), ("destination", destination)):
@@ -149,8 +149,8 @@ def copy(service: Service, context: RequestContext) -> Response:
     statuses=STATUSES,
 )
 def delete(service: Service, context: RequestContext) -> Response:
-    manager(service, context)
     body = read_body(service, context, NamedModelBody)
+    manager(service, context)
     name = models.served_name(named(body), service.names)
     _await_change(service, context, DeleteModel(model=name))
     return Response(status=200)
