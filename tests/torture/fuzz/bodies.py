@@ -257,7 +257,7 @@ def recorded(gateway: GatewayProcess) -> list[tuple[str, Any]]:
         for path, body in pairs:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             status, answer = _post(connection, path, data)
-            assert status in (200, 404), (path, answer)
+            assert status in (200, 403, 404), (path, answer)  # 403: the operator copies models
     assert {_rule(path) for path, _ in pairs} == _posted(gateway)
     return pairs
 
