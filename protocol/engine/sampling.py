@@ -228,7 +228,8 @@ _LENGTHS: dict[str, tuple[int, int]] = {
         "msgspec.inspect.StructType", msgspec.inspect.type_info(SamplingParams)
     ).fields
     for kind in getattr(field.type, "types", (field.type,))
-    if getattr(kind, "max_length", None) is not None
+    if isinstance(kind, msgspec.inspect.ListType | msgspec.inspect.DictType)
+    and kind.max_length is not None
 }
 """List or object of SamplingParams -> its fewest and most elements, as its type declares them."""
 

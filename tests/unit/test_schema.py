@@ -110,6 +110,7 @@ BIASES = [[token_id, 1] for token_id in range(1_000, 2_023)]
         ({"logit_bias": [*BANS, [256, False]]}, "logit_bias", "more than 256 tokens are banned"),
         ({"logit_bias": BANS, "bad_words": ["ab"]}, "logit_bias", "256 tokens that it bans"),
         ({"logit_bias": [["a" * 1024, 0.01]] * 17}, "logit_bias", "17,408 characters together"),
+        ({"bad_words": ["a" * 400, "b" * 400]}, "bad_words", "more than 1,024 tokens together"),
         ({"bad_words": ["a" * 1024] * 17}, "bad_words", "17,408 characters together"),
     ],
 )
@@ -123,6 +124,32 @@ def test_texts_of_more_tokens_than_the_engine_accepts_are_refused(
     with pytest.raises(InvalidRequest, match=problem) as refusal:
         token_fields(msgspec.convert(fields, GenerateSampling), tokenizer)
     assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "logit_bias": [
+                *([1_000 + n, False] for n in range(256)),
+                *([c, False] for c in "abcde" * 9),
+            ]
+        },
+        {"bad_words": [f"{number}" * 40 for number in range(10, 100)]},
+    ],
+)
+def test_texts_after_too_many_tokens_are_not_encoded(fields: dict[str, Any]) -> None:
+    encoded: list[str] = []
+
+    class CountingTokenizer(Tokenizer):
+        def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
+            encoded.append(text)
+            return super().encode(text, *args, **options)
+
+    tokenizer = CountingTokenizer(scripted_card())
+    with pytest.raises(InvalidRequest, match="more than"):
+        choices_of(chat_body(**fields), SILENT_MODEL, tokenizer)
+    assert 0 < len(encoded) < 20
 
 
 def test_as_many_tokens_as_the_engine_accepts_are_sent() -> None:
