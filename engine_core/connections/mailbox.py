@@ -1,6 +1,7 @@
 """The engine's client socket: receives, sends, and drops clients that are gone or do not read.
 
-- A malformed message is counted and refused, and the client's session continues. Only the 1st, 2nd,
+- A malformed message is counted and refused, and the client's session continues. If the message
+  would open a request, the refusal ends only this request. Only the 1st, 2nd,
   4th, 8th, ... malformed message is logged, so a flood of them does not fill the log.
 - A client that has disconnected or does not read is dropped (clients.py), and `on_client_lost` is
   called with it.
@@ -12,7 +13,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
+import msgspec
 import zmq
 
 from engine_core.connections.clients import Clients
@@ -24,6 +27,14 @@ from protocol.wire.errors import WireError
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 1000
+
+
+class _Opening(msgspec.Struct, frozen=True):
+    """The part of a malformed message that names the request to open, for the kinds of message that
+    a Refused may answer."""
+
+    kind: Literal["generate", "encode"]
+    request: int
 
 
 class Mailbox:
@@ -52,6 +63,7 @@ class Mailbox:
         self._connections: dict[bytes, sockets.PeerConnection] = {}
         self._on_client_lost = on_client_lost
         self._decoder: codec.Decoder[ToEngine] = codec.Decoder(ToEngine)
+        self._openings: codec.Decoder[_Opening] = codec.Decoder(_Opening)
 
     def receive(self, now: float) -> Iterator[tuple[bytes, ToEngine]]:
         """Yield (client, message) for each waiting message, at most MESSAGES_PER_TURN."""
@@ -66,7 +78,7 @@ class Mailbox:
             try:
                 message = self._decoder.decode(frames)
             except WireError as error:
-                self._refuse(client, error)
+                self._refuse(client, frames, error)
                 continue
             if isinstance(message, Hello) and client not in self.clients:
                 self._remember_connection(client, sender)
@@ -137,9 +149,13 @@ class Mailbox:
     def close(self) -> None:
         self.socket.close()
 
-    def _refuse(self, client: bytes, error: WireError) -> None:
+    def _refuse(self, client: bytes, frames: list[bytes], error: WireError) -> None:
         self.num_wire_errors += 1
         if self.num_wire_errors.bit_count() == 1:  # the 1st, 2nd, 4th ...
             text = "client %s sent a malformed message (number %d since the start): %s"
             log.warning(text, client.hex(), self.num_wire_errors, error)
-        self.send(client, Refused(request=-1, error=error.info()))
+        try:
+            request = self._openings.decode(frames).request
+        except WireError:
+            request = -1
+        self.send(client, Refused(request=request, error=error.info()))

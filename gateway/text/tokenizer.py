@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import tokenizers
 
-from gateway.text.breakers import FIELD, MAX_CACHED, find_breakers
+from gateway.text.breakers import FIELD, MAX_CACHED, TokenIndex, find_breakers
 from gateway.text.codec import ByteCodec, codec_of
 from gateway.text.detokenizer import (
     ByteDetokenizer,
@@ -221,11 +221,16 @@ class Tokenizer:
         return self._inner.decode([token_id], skip_special_tokens=False).encode()
 
     def _breakers(self, texts: tuple[str, ...]) -> Sequence[DryBreaker]:
+        for place, text in enumerate(texts):
+            text_bytes(text, f"{FIELD}[{place}]")
         return find_breakers(
-            texts,
-            map(self.token_bytes, range(self._vocab_size)),
-            lambda text: self.encode(text, False, param=FIELD),
+            texts, self._token_index, lambda text: self.encode(text, False, param=FIELD)
         )
+
+    @cached_property
+    def _token_index(self) -> TokenIndex:
+        """The index of all tokens: about 20 MB for a vocabulary of 150,000 tokens."""
+        return TokenIndex(map(self.token_bytes, range(self._vocab_size)))
 
     def _spelling(self, token_id: int) -> tuple[str, list[int]]:
         data = self.token_bytes(token_id)

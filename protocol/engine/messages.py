@@ -324,7 +324,7 @@ class Accepted(Message, frozen=True, kw_only=True):
 
 class Refused(Message, frozen=True, kw_only=True):
     """Engine -> client. `request` was not queued. The number -1 means that a message was
-    malformed."""
+    malformed, and that it would not have opened a generation or an encoding."""
 
     request: int
     error: ErrorInfo

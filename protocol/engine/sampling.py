@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import msgspec
 from msgspec import Meta
@@ -109,7 +109,8 @@ DryBreakers = Annotated[list[DryBreaker], Meta(max_length=MAX_BREAKERS)]
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The sampling parameters of one generation. An engine applies no other defaults. The
     constructor raises ValueError, naming the field, if a number is not finite, if values exclude
-    each other, or if `bad_words` have too many tokens."""
+    each other, or if a list has too few or too many elements: an engine that reads such a list
+    refuses the whole message."""
 
     #: Most tokens of the answer. None: until the context is full. 0: only compute the prompt, for
     #: its logprobs.
@@ -178,12 +179,18 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         if not all(map(math.isfinite, self.logit_bias.values())):
             worst = next(t for t, bias in self.logit_bias.items() if not math.isfinite(bias))
             raise ValueError(f"logit_bias.{worst} must be a finite number")
+        for name, (least, most) in _LENGTHS.items():
+            values = getattr(self, name)
+            if values is not None and not least <= len(values) <= most:
+                raise ValueError(f"{name} must have {least:,} to {most:,} elements")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"max_tokens ({self.max_tokens}) must not be below min_tokens ({self.min_tokens})"
             )
         if sum(map(len, self.bad_words)) > MAX_BAD_TOKENS:
             raise ValueError(f"bad_words must not be more than {MAX_BAD_TOKENS} tokens together")
+        if not all(self.bad_words):
+            raise ValueError("bad_words must not have a sequence without tokens")
         if self.dry_breakers:
             self._check_breakers()
         if self.samplers is not None:
@@ -195,6 +202,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
         if sum(len(each.heads) for each in self.dry_breakers) > MAX_BREAKER_HEADS:
             raise ValueError(
                 f"dry_breakers must not have more than {MAX_BREAKER_HEADS:,} heads together"
+            )
+        if any(len(each.tail) > MAX_BREAKER_TAIL for each in self.dry_breakers):
+            raise ValueError(
+                f"dry_breakers must not have more than {MAX_BREAKER_TAIL} tokens in a tail"
             )
         if sum(len(each.tail) for each in self.dry_breakers) > MAX_TAIL_TOKENS:
             raise ValueError(
@@ -209,6 +220,18 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
                 f"logprobs_of {self.logprobs_of!r} needs a temperature above 0: nothing is drawn "
                 "at 0"
             )
+
+
+_LENGTHS: dict[str, tuple[int, int]] = {
+    field.name: (kind.min_length or 0, kind.max_length)
+    for field in cast(
+        "msgspec.inspect.StructType", msgspec.inspect.type_info(SamplingParams)
+    ).fields
+    for kind in getattr(field.type, "types", (field.type,))
+    if isinstance(kind, msgspec.inspect.ListType | msgspec.inspect.DictType)
+    and kind.max_length is not None
+}
+"""List or object of SamplingParams -> its fewest and most elements, as its type declares them."""
 
 
 _FLOATS = (

@@ -178,9 +178,23 @@ def test_probabilities_are_in_the_answer_or_in_the_stream(
         assert all(math.exp(each[value]) <= 1 for each in found)
     *chunks, last = events(gateway, body)
     streamed = [each for chunk in chunks for each in chunk["completion_probabilities"]]
-    assert streamed == found[: len(streamed)]
-    assert len(streamed) >= 3
+    assert streamed == found
     assert "completion_probabilities" not in last
+
+
+@pytest.mark.parametrize("text", ["abc", "ab<end>c", "<end>"])
+def test_a_stream_has_the_tokens_and_probabilities_of_the_whole_answer(
+    gateway: GatewayProcess, engine: ScriptedEngine, text: str
+) -> None:
+    engine.script = lambda generate: text_reply(text, size=1)
+    body = {"prompt": "hi", "stop": ["<end>"], "n_probs": 1, "return_tokens": True}
+    whole = gateway.post("/completion", body).json()
+    assert whole["tokens"]
+    *chunks, last = events(gateway, body)
+    for name in ("content", "tokens", "completion_probabilities"):
+        parts = [each for chunk in chunks for each in chunk[name]]
+        assert parts == [*whole[name]], name
+    assert chunks[-1]["tokens_predicted"] == last["tokens_predicted"]
 
 
 def test_response_fields_select_members(gateway: GatewayProcess) -> None:

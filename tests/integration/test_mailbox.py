@@ -21,18 +21,24 @@ from engine_core.result_sender import send_results
 from protocol.engine.messages import (
     PROTOCOL_VERSION,
     EngineStopped,
+    Generate,
     Hello,
+    Limits,
     Outputs,
     Pong,
     Probe,
     Refused,
     ToClient,
     ToEngine,
+    Welcome,
 )
+from protocol.engine.sampling import SamplingParams
+from protocol.engine.session import Session
 from protocol.engine.stats import EngineStats
 from protocol.wire import codec
 from protocol.wire.errors import ErrorInfo
 from tests.support.engines import ECHO_SIZE, Bench
+from tests.support.scripted_engine import scripted_card
 from tests.support.waiting import eventually
 
 WAIT_MS = 10_000
@@ -114,6 +120,25 @@ def test_malformed_messages_are_refused_and_counted_and_later_ones_received(
     scene.mail.send(client, PONG)
     assert scene.next_message() == PONG
     assert scene.gone == []
+
+
+def test_the_refusal_of_a_malformed_request_ends_only_this_request(scene: MailboxScene) -> None:
+    client, session = scene.greet(), Session("x")
+    limits = Limits(
+        max_len=64, max_slots=2, block_tokens=4, num_blocks=9, token_budget=8, prefix_cache=True
+    )
+    welcome = Welcome(protocol=PROTOCOL_VERSION, epoch="e", model=scripted_card(), limits=limits)
+    session.receive(welcome, 1.0)
+    good, bad = (session.generate(range(2_000), SamplingParams()) for _ in range(2))
+    bad.params.stop_token_ids.extend(range(129))  # more than the engine reads
+    for message in (good, bad):
+        scene.client.send_multipart(codec.encode(message))
+    assert scene.receive(2) == [(client, good)]
+    ((request, report),) = session.receive(scene.next_message(), 1.0)
+    assert request == bad.request
+    assert isinstance(report, Refused)
+    assert "stop_token_ids" in report.error.message
+    assert session.open == {good.request: Generate}
 
 
 def test_an_unreachable_client_is_reported_gone_once(scene: MailboxScene) -> None:

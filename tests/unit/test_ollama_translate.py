@@ -90,3 +90,12 @@ def test_an_id_that_is_no_text_is_refused() -> None:
 
 def test_the_version_is_one_that_codex_accepts() -> None:
     assert tuple(map(int, API_VERSION.split("."))) >= CODEX_REQUIRES
+
+
+def test_a_tool_that_is_no_function_is_refused() -> None:
+    function = {"type": "function", "function": {"name": "a"}}
+    custom = {"type": "custom", "custom": {"name": "b"}}
+    body = OllamaChatBody(model="m", messages=[], tools=[function, custom])
+    with pytest.raises(InvalidRequest, match="must be 'function'; got 'custom'") as refusal:
+        chat_of(body)
+    assert refusal.value.param == "tools[1].type"

@@ -103,6 +103,28 @@ def test_breakers_have_bounds(breakers: list[DryBreaker]) -> None:
         msgspec.convert({"dry_breakers": msgspec.to_builtins(breakers)}, SamplingParams)
 
 
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("logit_bias", dict.fromkeys(range(1_025), 1.0)),
+        ("bad_words", [[1]] * 257),
+        ("bad_words", [[1]] * 2 + [[]]),
+        ("stop_token_ids", [1] * 129),
+        ("logprob_token_ids", [1] * 129),
+        ("allowed_token_ids", [1] * 1_025),
+        ("allowed_token_ids", []),
+        ("samplers", ["dry"] * 17),
+        ("dry_breakers", [DryBreaker([1])] * 129),
+        ("dry_breakers", [DryBreaker([1], [1] * 32)]),
+    ],
+)
+def test_a_list_that_the_engine_cannot_read_is_not_sent(field: str, values: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must "):
+        SamplingParams(**{field: values})
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({field: msgspec.to_builtins(values)}, SamplingParams, str_keys=True)
+
+
 def test_an_unknown_code_is_the_engines_fault() -> None:
     error = errors.error_from(errors.ErrorInfo(code="from_the_future", message="?"))
     assert isinstance(error, errors.EngineError)

@@ -10,7 +10,7 @@ import pytest
 from gateway.api.openai import requests
 from gateway.api.openai.checks import check_batch, check_chat
 from gateway.api.openai.field_paths import ignored_fields
-from gateway.api.openai.parameters import choices_of, read_options
+from gateway.api.openai.parameters import choices_of, read_options, token_fields
 from gateway.api.tokens.requests import GenerateBody, GenerateSampling
 from gateway.http.body import decode
 from gateway.text.tokenizer import Tokenizer
@@ -97,6 +97,74 @@ def test_a_wrong_pair_of_logit_bias_is_refused(pairs: list[Any], param: str) -> 
     with pytest.raises(InvalidRequest) as refusal:
         choices_of(chat_body(logit_bias=pairs), SILENT_MODEL, Tokenizer(scripted_card()))
     assert refusal.value.param == param
+
+
+BANS = [[token_id, False] for token_id in range(256)]
+BIASES = [[token_id, 1] for token_id in range(1_000, 2_023)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "problem"),
+    [
+        ({"logit_bias": [*BIASES, ["ab", 1]]}, "logit_bias", "more than 1,024 tokens have a bias"),
+        ({"logit_bias": [*BANS, [256, False]]}, "logit_bias", "more than 256 tokens are banned"),
+        ({"logit_bias": BANS, "bad_words": ["ab"]}, "logit_bias", "256 tokens that it bans"),
+        ({"logit_bias": [["a" * 1024, 0.01]] * 17}, "logit_bias", "17,408 characters together"),
+        ({"bad_words": ["a" * 400, "b" * 400]}, "bad_words", "more than 1,024 tokens together"),
+        ({"bad_words": ["a" * 1024] * 17}, "bad_words", "17,408 characters together"),
+    ],
+)
+def test_texts_of_more_tokens_than_the_engine_accepts_are_refused(
+    fields: dict[str, Any], param: str, problem: str
+) -> None:
+    tokenizer = Tokenizer(scripted_card())
+    with pytest.raises(InvalidRequest, match=problem) as refusal:
+        choices_of(chat_body(**fields), SILENT_MODEL, tokenizer)
+    assert refusal.value.param == param
+    with pytest.raises(InvalidRequest, match=problem) as refusal:
+        token_fields(msgspec.convert(fields, GenerateSampling), tokenizer)
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "logit_bias": [
+                *([1_000 + n, False] for n in range(256)),
+                *([c, False] for c in "abcde" * 9),
+            ]
+        },
+        {"bad_words": [f"{number}" * 40 for number in range(10, 100)]},
+    ],
+)
+def test_texts_after_too_many_tokens_are_not_encoded(fields: dict[str, Any]) -> None:
+    encoded: list[str] = []
+
+    class CountingTokenizer(Tokenizer):
+        def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
+            encoded.append(text)
+            return super().encode(text, *args, **options)
+
+    tokenizer = CountingTokenizer(scripted_card())
+    with pytest.raises(InvalidRequest, match="more than"):
+        choices_of(chat_body(**fields), SILENT_MODEL, tokenizer)
+    assert 0 < len(encoded) < 20
+
+
+def test_as_many_tokens_as_the_engine_accepts_are_sent() -> None:
+    fields = {"logit_bias": [*BIASES[1:], ["ab", 1]]}
+    (params,) = choices_of(chat_body(**fields), SILENT_MODEL, Tokenizer(scripted_card()))
+    assert len(params.logit_bias) == 1_024
+    fields = {"logit_bias": BANS, "bad_words": [" "]}  # one of the banned tokens
+    (params,) = choices_of(chat_body(**fields), SILENT_MODEL, Tokenizer(scripted_card()))
+    assert len(params.bad_words) == 256
+
+
+def test_half_a_character_is_no_breaker() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        Tokenizer(scripted_card()).breakers(("a", "\ud800"))
+    assert refusal.value.param == "dry_sequence_breakers[1]"
 
 
 def test_dry_has_the_usual_breakers_unless_the_request_gives_some() -> None:

@@ -1,6 +1,7 @@
 """Response bodies of /infill in llama.cpp's shape, streamed or whole.
 
-A stream has a chunk for each delta. Its last event has an empty `content`, `stop: true`, and the
+A stream has a chunk for each delta with text or tokens: tokens without text, such as the end token,
+have an empty `content`. Its last event has an empty `content`, `stop: true`, and the
 members of a whole answer. There is no [DONE].
 """
 
@@ -180,7 +181,7 @@ class InfillStream(FrameSink):
         self._has_new_line = self._has_new_line or "\n" in text
         if delta.events and isinstance(delta.events[-1], Finished):
             self._finished = delta.events[-1]
-        if not text:
+        if not text and not delta.token_ids:
             return b""
         members = {
             "index": 0,

@@ -6,7 +6,7 @@ Errors are InvalidRequest and name the fields of the client's request.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gateway.api.ollama.requests import (
@@ -18,6 +18,7 @@ from gateway.api.ollama.requests import (
 from gateway.api.openai.checks import check_chat, check_completion
 from gateway.api.openai.field_paths import translate_errors
 from gateway.api.openai.requests import ChatBody, OpenEndedCompletion, unsupported
+from gateway.api.openai.tools import is_hosted
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.http.json_values import as_object, check_depth
 from protocol.wire.errors import InvalidRequest
@@ -76,6 +77,7 @@ def chat_of(body: OllamaChatBody) -> ChatBody:
     """Return the chat that the body asks for. It must have messages."""
     for field in ("messages", "tools"):
         check_depth(getattr(body, field), field)
+    _check_tools(body.tools or [])
     chat = ChatBody(
         messages=_messages(body.messages or []),
         tools=body.tools,
@@ -86,6 +88,15 @@ def chat_of(body: OllamaChatBody) -> ChatBody:
     with translate_errors(request_path):
         check_chat(chat)
     return chat
+
+
+def _check_tools(tools: Sequence[Any]) -> None:
+    """Raise InvalidRequest if a tool is not a function: an answer of this API cannot have a call of
+    another tool."""
+    for place, tool in enumerate(tools):
+        kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
+        if kind != "function" and not is_hosted(tool):  # those are left out with a warning
+            raise InvalidRequest.at(f"tools[{place}].type", f"must be 'function'; got {kind!r}")
 
 
 def prompted_chat(body: OllamaGenerateBody) -> ChatBody:

@@ -6,7 +6,7 @@ else OpenAI's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +26,9 @@ from gateway.text.tokenizer import Tokenizer
 from protocol.engine.model_card import SamplingDefaults
 from protocol.engine.sampling import (
     MAX_BAD_SEQUENCES,
+    MAX_BAD_TOKENS,
     MAX_BIAS,
+    MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOKENS,
     SamplingParams,
@@ -41,6 +43,9 @@ AS_GIVEN = (
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
 )
 """Fields that a request has as SamplingParams has them, and that have no default of a model."""
+MAX_ENCODED_CHARACTERS = 1 << 14
+"""Most characters of the texts of `bad_words` together, and of those of `logit_bias`. They are
+encoded in the thread of all requests, in 20 ms or less."""
 _SEEDS = 1 << 64
 
 
@@ -78,7 +83,7 @@ def token_fields(body: SamplingFields, tokenizer: Tokenizer | None) -> dict[str,
     bad = bad_sequences(body.bad_words, tokenizer) if body.bad_words and tokenizer else []
     if isinstance(body.logit_bias, list):
         fields["logit_bias"], banned = bias_of_pairs(body.logit_bias, tokenizer)
-        bad += [[token_id] for token_id in banned if [token_id] not in bad]
+        bad = _with_banned(bad, banned)
     elif body.logit_bias is not None:
         fields["logit_bias"] = body.logit_bias
     if bad:
@@ -93,9 +98,11 @@ def bias_of_pairs(
     pairs: Sequence[BiasPair], tokenizer: Tokenizer | None
 ) -> tuple[dict[int, float], list[int]]:
     """Return the biases of llama.cpp's list, and the tokens that it bans. A text stands for each of
-    its tokens, and the biases of a token are added. Without a tokenizer, texts are ignored."""
+    its tokens, and the biases of a token are added. Without a tokenizer, texts are ignored. Raise
+    InvalidRequest if a pair is wrong, or if there are too many tokens."""
     biases: dict[int, float] = {}
     banned: dict[int, None] = {}
+    _check_characters("logit_bias", (text for text, _ in pairs if isinstance(text, str)))
     for place, (target, bias) in enumerate(pairs):
         param = f"logit_bias[{place}]"
         if bias is True:
@@ -109,6 +116,14 @@ def bias_of_pairs(
                 banned[token_id] = None
             else:
                 biases[token_id] = biases.get(token_id, 0.0) + bias
+        for ids_so_far, limit, what in (
+            (biases, MAX_LOGIT_BIAS, "have a bias"),
+            (banned, MAX_BAD_SEQUENCES, "are banned"),
+        ):
+            if len(ids_so_far) > limit:
+                raise InvalidRequest.at(
+                    "logit_bias", f"more than {limit:,} tokens {what}, counting those of texts"
+                )
     worst = max(map(abs, biases.values()), default=0)
     if worst > MAX_BIAS:
         raise InvalidRequest.at("logit_bias", f"a sum of {worst:g} exceeds the limit of {MAX_BIAS}")
@@ -116,13 +131,49 @@ def bias_of_pairs(
 
 
 def bad_sequences(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the distinct tokenizations of each word: at the start of a text and after a space."""
+    """Return the distinct tokenizations of each word: at the start of a text and after a space.
+    Raise InvalidRequest if the words are too long together, or have too many tokens."""
+    _check_characters("bad_words", words)
     spellings = (
         tuple(tokenizer.encode(text, False, param=f"bad_words[{place}]"))
         for place, word in enumerate(words)
         for text in (word, " " + word.lstrip(" "))
     )
-    return [list(ids) for ids in dict.fromkeys(spellings) if ids]
+    found: dict[tuple[int, ...], None] = {}
+    num_tokens = 0
+    for ids in spellings:
+        if ids and ids not in found:
+            found[ids] = None
+            num_tokens += len(ids)
+            if num_tokens > MAX_BAD_TOKENS:  # do not encode the rest
+                raise InvalidRequest.at(
+                    "bad_words", f"more than {MAX_BAD_TOKENS:,} tokens together"
+                )
+    return [*map(list, found)]
+
+
+def _check_characters(field: str, texts: Iterable[str]) -> None:
+    """Raise InvalidRequest if the texts of `field` are too long together to be encoded."""
+    if (total := sum(map(len, texts))) > MAX_ENCODED_CHARACTERS:
+        raise InvalidRequest.at(
+            field,
+            f"the texts have {total:,} characters together; the limit is "
+            f"{MAX_ENCODED_CHARACTERS:,}",
+        )
+
+
+def _with_banned(bad: list[list[int]], banned: list[int]) -> list[list[int]]:
+    """Return the sequences of `bad_words` and the tokens that `logit_bias` bans. Raise
+    InvalidRequest if they are too many."""
+    known = {ids[0] for ids in bad if len(ids) == 1}
+    both = [*bad, *([token_id] for token_id in banned if token_id not in known)]
+    if len(both) > MAX_BAD_SEQUENCES:
+        raise InvalidRequest.at(
+            "logit_bias",
+            f"the {len(both) - len(bad)} tokens that it bans, and the {len(bad)} token sequences "
+            f"of bad_words, exceed the limit of {MAX_BAD_SEQUENCES}",
+        )
+    return both
 
 
 def _with_model_words(bad: list[list[int]], model: list[list[int]]) -> list[list[int]]:
