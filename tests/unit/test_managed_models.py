@@ -59,6 +59,7 @@ from tools.processes.supervisor import Supervisor
 
 GATEWAY, OTHER_GATEWAY, CLIENT, SECOND = 1, 2, 3, 4
 OWN, PULLED = "own", "tide/tiny"
+OWN_PATHS = ["/models/own", "/drafts/small"]
 
 
 class ManagedBench:
@@ -78,7 +79,7 @@ class ManagedBench:
         own = ManagedModel(
             ModelConfig(served_name=[OWN], engine="ipc://own"),
             "",
-            "/models/own",
+            OWN_PATHS,
             own_names=frozenset([OWN]),
             child="engine own",
         )
@@ -300,7 +301,7 @@ def test_a_deleted_model_is_removed_after_its_requests_have_ended(bench: Managed
     (stop,) = [each for each in bench.others if isinstance(each, SendSignal)]
     assert not any(isinstance(order, RemoveOrder) for order in bench.orders), "its engine runs"
     bench.perform(bench.supervisor.on_exit(ProcessExit(stop.child, 0), bench.now))
-    assert bench.orders[-1] == RemoveOrder(model=PULLED)
+    assert bench.orders[-1] == RemoveOrder(model=PULLED, in_use=OWN_PATHS)
     assert bench.read() == []
     bench.end_job(Removed(freed_bytes=5))
     bench.report()
@@ -309,6 +310,15 @@ def test_a_deleted_model_is_removed_after_its_requests_have_ended(bench: Managed
     assert [each.name for each in states.models] == [OWN]
     assert RemoveProcess(stop.child) in bench.others
     assert bench.saved == []
+
+
+def test_the_files_of_models_that_were_pulled_meanwhile_are_in_use(bench: ManagedBench) -> None:
+    bench.pull()
+    bench.send(PullModel(model="tide/other"), SECOND)
+    bench.send(DeleteModel(model=PULLED))
+    bench.report()
+    bench.finish_pull()
+    assert bench.orders[-1] == RemoveOrder(model=PULLED, in_use=[*OWN_PATHS, "/cache/tide/other"])
 
 
 def test_a_model_can_be_pulled_again_after_its_deletion_but_not_meanwhile(

@@ -59,13 +59,12 @@ from tools.processes.model_job import (
     JobFailed,
     JobProgress,
     JobReport,
-    Order,
     Pulled,
     RemoveOrder,
 )
 from tools.processes.model_phases import NOT_LOADED
 from tools.processes.new_models import NewModels
-from tools.processes.saved_models import ManagedModel, SavedModel, source_of
+from tools.processes.saved_models import ManagedModel, SavedModel, loaded_paths, source_of
 from tools.processes.supervisor import Supervisor
 
 MAX_DOWNLOADS = 16
@@ -127,7 +126,7 @@ class ManagedModels:
         self._fleet, self._supervisor, self._groups = fleet, supervisor, groups
         self._downloads: dict[str, ModelDownload] = {}  # by source, in the order of their turns
         self._failures: dict[str, str] = {}  # name -> why its last download failed
-        self._orders: list[tuple[str, Order]] = []  # removals that wait, with their models' keys
+        self._orders: list[tuple[str, RemoveOrder]] = []  # that wait, with their models' keys
         self._running: ModelDownload | ManagedModel | str | None = None
         self._replies: list[PendingReply] = []
         self._num_engines = new.num_engines
@@ -318,9 +317,8 @@ class ManagedModels:
         names = [name for name in download.names if self._owner(name) is None]
         hosted = msgspec.structs.replace(pulled.hosted, served_name=names)
         command = self._new.command(hosted.supervised_name, pulled.engine)
-        model = ManagedModel(
-            hosted, download.source, pulled.engine.worker.model, child=command.name
-        )
+        paths = loaded_paths(pulled.engine.worker)
+        model = ManagedModel(hosted, download.source, paths, child=command.name)
         self._models[model.key] = model
         self._fleet.add(model.key, pulled.planned_bytes)
         self._supervisor.add(command.name, model.key)
@@ -354,6 +352,11 @@ class ManagedModels:
         if self._orders:
             key, order = self._orders.pop(0)
             self._running = self._models.get(key, LEFTOVERS)
+            if not order.is_partial:
+                # Not earlier: more models may be served than when the removal began to wait.
+                others = (each for each in self._models.values() if each.key != key)
+                paths = dict.fromkeys(path for each in others for path in each.paths)
+                order = msgspec.structs.replace(order, in_use=list(paths))
             return [StartJob(msgspec.json.encode(order))]
         download = next(iter(self._downloads.values()), None)
         if download is None:
@@ -375,11 +378,8 @@ class ManagedModels:
         due. Call this after each event."""
         actions: list[Action] = []
         for model in [each for each in self._models.values() if self._is_removable(each)]:
-            if self._is_shared(model):
-                actions += self._on_removed(model, None)
-            else:
-                model.is_ordered = True
-                self._orders.append((model.key, RemoveOrder(model=model.source)))
+            model.is_ordered = True
+            self._orders.append((model.key, RemoveOrder(model=model.source)))
         if self._running is None:
             actions += self._start_next()
         due = [each for each in self._replies if self._fleet.has_confirmed(each.version)]
@@ -394,11 +394,6 @@ class ManagedModels:
         """Return whether no gateway has the model any more, and no process of it runs."""
         is_unloaded = model.is_leaving and self._fleet.phase(model.key) in NOT_LOADED
         return is_unloaded and not model.is_ordered and self._fleet.has_confirmed(model.left_at)
-
-    def _is_shared(self, model: ManagedModel) -> bool:
-        """Return whether another model of the server loads the same files."""
-        others = (each for each in self._models.values() if each is not model)
-        return any(each.path == model.path for each in others)
 
     # ---- replies
 
