@@ -63,19 +63,24 @@ OWN_PATHS = ["/models/own", "/drafts/small"]
 
 
 class ManagedBench:
-    """A server with one model of its operator, a gateway, and jobs that a test ends."""
+    """A server with one model of its operator, a gateway, and jobs that a test ends.
 
-    def __init__(self) -> None:
-        groups = {"engine own": OWN}
+    added   models that clients added before this start
+    """
+
+    def __init__(self, *added: ManagedModel) -> None:
+        groups = {"engine own": OWN, **{each.child: each.key for each in added}}
         self.supervisor = Supervisor(
             ["gateway", *groups],
             0.0,
             start_timeout_s=60.0,
             drain_s=30.0,
             groups=groups,
-            optional=[OWN],
+            optional=list(groups.values()),
+            unloaded=[each.child for each in added],
         )
-        self.fleet = Fleet({OWN: 1 << 20}, FleetLimits(memory_bytes=1 << 30), 0.0, loaded=[OWN])
+        planned = dict.fromkeys(groups.values(), 1 << 20)
+        self.fleet = Fleet(planned, FleetLimits(memory_bytes=1 << 30), 0.0, loaded=[OWN])
         own = ManagedModel(
             ModelConfig(served_name=[OWN], engine="ipc://own"),
             "",
@@ -92,7 +97,7 @@ class ManagedBench:
             disk_free=lambda: 1 << 40,
         )
         self.managed = ManagedModels(
-            [own], new, fleet=self.fleet, supervisor=self.supervisor, groups=groups
+            [own, *added], new, fleet=self.fleet, supervisor=self.supervisor, groups=groups
         )
         self.control = ControlService(
             self.supervisor, groups, fleet=self.fleet, managed=self.managed, timeout_s=60.0
@@ -347,6 +352,35 @@ def test_the_deletion_of_one_of_several_names_leaves_the_model_under_its_old_key
     assert [each.supervised_name for each in bench.managed.hosted] == [OWN, PULLED]
     assert bench.saved == [SavedModel(names=["small"], source=PULLED)]
     assert not any(isinstance(order, RemoveOrder) for order in bench.orders)
+
+
+def test_a_model_that_lost_a_name_after_a_restart_stays_beside_the_next_one_with_this_name() -> (
+    None
+):
+    old = ManagedModel(
+        ModelConfig(served_name=["tide/copy"], engine="ipc://old", load="first-use"),
+        "tide/first",
+        ["/cache/tide/first"],
+        child="engine tide/copy",
+    )
+    bench = ManagedBench(old)
+    bench.send(CopyModel(source="tide/copy", destination="kept"))
+    bench.report()
+    bench.send(DeleteModel(model="tide/copy"))
+    bench.report()
+    bench.pull("tide/copy")
+    assert bench.names == [[OWN], ["kept"], ["tide/copy"]]
+    keys = [each.supervised_name for each in bench.managed.hosted]
+    assert len(set(keys)) == 3
+    (added,) = [each.command for each in bench.others if isinstance(each, AddProcess)]
+    assert (added.name == old.child, added.group) == (False, keys[-1])
+    bench.send(DeleteModel(model="tide/copy"))
+    bench.report()
+    bench.end_job(Removed(freed_bytes=5))
+    assert RemoveProcess(added.name) in bench.others
+    assert bench.names == [[OWN], ["kept"]]
+    bench.send(StartModel(model=keys[1]), GATEWAY)
+    assert StartProcess(old.child) in bench.others
 
 
 def test_a_name_of_the_operators_model_is_saved_for_that_model(bench: ManagedBench) -> None:

@@ -366,10 +366,17 @@ class ManagedModels:
         pull = self._new.order(
             download.source,
             download.names[0],
+            key=self._free_key(download.names[0]),
             number=self._num_engines,
             memory_bytes=self._fleet.limits.memory_bytes,
         )
         return [StartJob(msgspec.json.encode(pull))]
+
+    def _free_key(self, name: str) -> str:
+        """Return a key for a new model. It differs from `name` if another model has kept that key
+        after it lost the name."""
+        keys = (name, *(f"{name}#{number}" for number in range(2, len(self._models) + 3)))
+        return next(key for key in keys if key not in self._models)
 
     # ---- what follows from events
 
