@@ -42,7 +42,13 @@ from tools.processes.actions import (
 from tools.processes.children import Command
 from tools.processes.control_service import NOT_MANAGED, ControlService
 from tools.processes.fleet import Fleet, FleetLimits
-from tools.processes.managed_models import MAX_DOWNLOADS, MAX_NAMES, ManagedModels
+from tools.processes.managed_models import (
+    MAX_DOWNLOADS,
+    MAX_NAMES,
+    MAX_PULLING,
+    MAX_WAITING,
+    ManagedModels,
+)
 from tools.processes.model_job import (
     JobFailed,
     JobProgress,
@@ -395,10 +401,37 @@ def test_there_is_a_limit_of_downloads_and_of_names(bench: ManagedBench) -> None
     for number in range(MAX_DOWNLOADS):
         bench.send(PullModel(model=f"tide/m{number}"), SECOND)
     assert refusal(bench.send(PullModel(model="tide/more")))[0] == "overloaded"
-    for number in range(MAX_NAMES - 1):
+    for number in range(MAX_NAMES - MAX_DOWNLOADS - 1):
         bench.send(CopyModel(source=OWN, destination=f"n{number}"), SECOND)
+        bench.report()
+    assert len(bench.names[0]) == MAX_NAMES - MAX_DOWNLOADS
     code, message = refusal(bench.send(CopyModel(source=OWN, destination="more")))
     assert (code, message[:12]) == ("invalid_request", "destination:")
+    code, message = refusal(bench.send(PullModel(model="hf.co/tide/m1")))
+    assert (code, message[:6]) == ("invalid_request", "model:")
+    (progress,) = bench.send(PullModel(model="tide/m1"))
+    assert isinstance(progress, PullProgress)
+
+
+def test_connections_are_left_to_gateways_whatever_clients_wait_for(bench: ManagedBench) -> None:
+    bench.pull("tide/first")
+    followers = range(100, 100 + MAX_PULLING - 1)
+    for connection in followers:
+        bench.send(PullModel(model=PULLED), connection)
+    bench.send(DeleteModel(model="tide/first"))
+    assert refusal(bench.send(PullModel(model=PULLED), SECOND))[0] == "overloaded"
+    (*_, progress) = bench.send(PullModel(model=PULLED), followers[0])
+    assert isinstance(progress, PullProgress), "this connection waits already"
+    for number in range(MAX_PULLING, MAX_WAITING):
+        assert bench.send(CopyModel(source=OWN, destination=f"n{number}"), 1000 + number) == []
+    refused = (CopyModel(source=OWN, destination="more"), DeleteModel(model=PULLED))
+    for request in refused:
+        assert refusal(bench.send(request, SECOND))[0] == "overloaded"
+    (library,) = bench.send(GetLibrary(), SECOND)
+    assert isinstance(library, ModelLibrary)
+    bench.report()
+    bench.send(DeleteModel(model=PULLED), SECOND)
+    assert StopJob() in bench.others
 
 
 def test_a_server_that_clients_do_not_manage_refuses_these_requests() -> None:

@@ -54,6 +54,7 @@ from tools.processes.actions import (
     StartJob,
     StopJob,
 )
+from tools.processes.control_server import MAX_CONNECTIONS
 from tools.processes.fleet import Fleet
 from tools.processes.model_job import (
     JobFailed,
@@ -73,6 +74,9 @@ MAX_MODELS = 64
 """Most models of a server. Each has metrics of its own."""
 MAX_NAMES = 256
 """Most names of all models together. Every change of a model's state is sent with them."""
+MAX_PULLING, MAX_WAITING = MAX_CONNECTIONS // 2, MAX_CONNECTIONS * 3 // 4
+"""Most connections that wait for a reply if one more pulls a model, or requests another change,
+such as the end of a download. The rest is left to gateways and commands."""
 MAX_FAILURES = 16
 """Most failed downloads whose causes are kept."""
 LEFTOVERS = "leftovers"
@@ -141,6 +145,9 @@ class ManagedModels:
     def on_request(self, connection: int, request: ManageRequest) -> list[Action]:
         """Handle a request of a gateway. Call `advance` afterwards."""
         try:
+            if not isinstance(request, GetLibrary):
+                is_pull = isinstance(request, PullModel)
+                self._check_waiting(connection, MAX_PULLING if is_pull else MAX_WAITING)
             match request:
                 case PullModel(model=name):
                     return self._pull(connection, name)
@@ -162,6 +169,14 @@ class ManagedModels:
             model.deleters = [each for each in model.deleters if each != connection]
         self._replies = [each for each in self._replies if each.connection != connection]
 
+    def _check_waiting(self, connection: int, limit: int) -> None:
+        """Raise Overloaded if `limit` other connections wait for a reply."""
+        waiting = {each.connection for each in self._replies}
+        waiting.update(*(each.followers for each in self._downloads.values()))
+        waiting.update(*(each.deleters for each in self._models.values()))
+        if len(waiting - {connection}) >= limit:
+            raise Overloaded(f"{limit} requests wait for changes of models; try again later")
+
     def _pull(self, connection: int, name: str) -> list[Action]:
         source = source_of(name)
         if self._owner(name) is not None:
@@ -173,12 +188,15 @@ class ManagedModels:
         if served is not None and served.is_leaving:
             raise EngineNotReady(f"the model {name} is being deleted; try again later")
         if served is not None:
+            self._check_num_names("model")
             actions = self._add_name(served, name)
             self._succeed({connection: name})
             return actions
         download = self._downloads.get(source)
         if download is not None and download.is_cancelled:
             raise EngineNotReady(f"the download of {name} is being cancelled; try again later")
+        if download is None or name not in download.names:
+            self._check_num_names("model")
         if download is None:
             download = self._new_download(name, source)
         if name not in download.names:
@@ -213,11 +231,17 @@ class ManagedModels:
         is_downloaded = any(destination in each.names for each in self._downloads.values())
         if owner not in (None, model) or is_downloaded:
             raise InvalidRequest.at("destination", f"another model is named {destination!r}")
-        if sum(len(each.names) for each in self._models.values()) >= MAX_NAMES:
-            raise InvalidRequest.at("destination", f"the models have {MAX_NAMES} names already")
+        if owner is None:
+            self._check_num_names("destination")
         actions = self._add_name(model, destination)
         self._reply_later(connection)
         return actions
+
+    def _check_num_names(self, field: str) -> None:
+        """Raise InvalidRequest for `field` if no model can get one more name."""
+        models = (*self._models.values(), *self._downloads.values())
+        if sum(len(each.names) for each in models) >= MAX_NAMES:
+            raise InvalidRequest.at(field, f"the models have {MAX_NAMES} names already")
 
     def _delete(self, connection: int, name: str) -> list[Action]:
         for download in self._downloads.values():
