@@ -42,7 +42,13 @@ from tools.processes.actions import (
 from tools.processes.children import Command
 from tools.processes.control_service import NOT_MANAGED, ControlService
 from tools.processes.fleet import Fleet, FleetLimits
-from tools.processes.managed_models import MAX_DOWNLOADS, MAX_NAMES, ManagedModels
+from tools.processes.managed_models import (
+    MAX_DOWNLOADS,
+    MAX_NAMES,
+    MAX_PULLING,
+    MAX_WAITING,
+    ManagedModels,
+)
 from tools.processes.model_job import (
     JobFailed,
     JobProgress,
@@ -59,26 +65,32 @@ from tools.processes.supervisor import Supervisor
 
 GATEWAY, OTHER_GATEWAY, CLIENT, SECOND = 1, 2, 3, 4
 OWN, PULLED = "own", "tide/tiny"
+OWN_PATHS = ["/models/own", "/drafts/small"]
 
 
 class ManagedBench:
-    """A server with one model of its operator, a gateway, and jobs that a test ends."""
+    """A server with one model of its operator, a gateway, and jobs that a test ends.
 
-    def __init__(self) -> None:
-        groups = {"engine own": OWN}
+    added   models that clients added before this start
+    """
+
+    def __init__(self, *added: ManagedModel) -> None:
+        groups = {"engine own": OWN, **{each.child: each.key for each in added}}
         self.supervisor = Supervisor(
             ["gateway", *groups],
             0.0,
             start_timeout_s=60.0,
             drain_s=30.0,
             groups=groups,
-            optional=[OWN],
+            optional=list(groups.values()),
+            unloaded=[each.child for each in added],
         )
-        self.fleet = Fleet({OWN: 1 << 20}, FleetLimits(memory_bytes=1 << 30), 0.0, loaded=[OWN])
+        planned = dict.fromkeys(groups.values(), 1 << 20)
+        self.fleet = Fleet(planned, FleetLimits(memory_bytes=1 << 30), 0.0, loaded=[OWN])
         own = ManagedModel(
             ModelConfig(served_name=[OWN], engine="ipc://own"),
             "",
-            "/models/own",
+            OWN_PATHS,
             own_names=frozenset([OWN]),
             child="engine own",
         )
@@ -91,7 +103,7 @@ class ManagedBench:
             disk_free=lambda: 1 << 40,
         )
         self.managed = ManagedModels(
-            [own], new, fleet=self.fleet, supervisor=self.supervisor, groups=groups
+            [own, *added], new, fleet=self.fleet, supervisor=self.supervisor, groups=groups
         )
         self.control = ControlService(
             self.supervisor, groups, fleet=self.fleet, managed=self.managed, timeout_s=60.0
@@ -300,7 +312,7 @@ def test_a_deleted_model_is_removed_after_its_requests_have_ended(bench: Managed
     (stop,) = [each for each in bench.others if isinstance(each, SendSignal)]
     assert not any(isinstance(order, RemoveOrder) for order in bench.orders), "its engine runs"
     bench.perform(bench.supervisor.on_exit(ProcessExit(stop.child, 0), bench.now))
-    assert bench.orders[-1] == RemoveOrder(model=PULLED)
+    assert bench.orders[-1] == RemoveOrder(model=PULLED, in_use=OWN_PATHS)
     assert bench.read() == []
     bench.end_job(Removed(freed_bytes=5))
     bench.report()
@@ -309,6 +321,15 @@ def test_a_deleted_model_is_removed_after_its_requests_have_ended(bench: Managed
     assert [each.name for each in states.models] == [OWN]
     assert RemoveProcess(stop.child) in bench.others
     assert bench.saved == []
+
+
+def test_the_files_of_models_that_were_pulled_meanwhile_are_in_use(bench: ManagedBench) -> None:
+    bench.pull()
+    bench.send(PullModel(model="tide/other"), SECOND)
+    bench.send(DeleteModel(model=PULLED))
+    bench.report()
+    bench.finish_pull()
+    assert bench.orders[-1] == RemoveOrder(model=PULLED, in_use=[*OWN_PATHS, "/cache/tide/other"])
 
 
 def test_a_model_can_be_pulled_again_after_its_deletion_but_not_meanwhile(
@@ -339,6 +360,35 @@ def test_the_deletion_of_one_of_several_names_leaves_the_model_under_its_old_key
     assert not any(isinstance(order, RemoveOrder) for order in bench.orders)
 
 
+def test_a_model_that_lost_a_name_after_a_restart_stays_beside_the_next_one_with_this_name() -> (
+    None
+):
+    old = ManagedModel(
+        ModelConfig(served_name=["tide/copy"], engine="ipc://old", load="first-use"),
+        "tide/first",
+        ["/cache/tide/first"],
+        child="engine tide/copy",
+    )
+    bench = ManagedBench(old)
+    bench.send(CopyModel(source="tide/copy", destination="kept"))
+    bench.report()
+    bench.send(DeleteModel(model="tide/copy"))
+    bench.report()
+    bench.pull("tide/copy")
+    assert bench.names == [[OWN], ["kept"], ["tide/copy"]]
+    keys = [each.supervised_name for each in bench.managed.hosted]
+    assert len(set(keys)) == 3
+    (added,) = [each.command for each in bench.others if isinstance(each, AddProcess)]
+    assert (added.name == old.child, added.group) == (False, keys[-1])
+    bench.send(DeleteModel(model="tide/copy"))
+    bench.report()
+    bench.end_job(Removed(freed_bytes=5))
+    assert RemoveProcess(added.name) in bench.others
+    assert bench.names == [[OWN], ["kept"]]
+    bench.send(StartModel(model=keys[1]), GATEWAY)
+    assert StartProcess(old.child) in bench.others
+
+
 def test_a_name_of_the_operators_model_is_saved_for_that_model(bench: ManagedBench) -> None:
     bench.send(CopyModel(source=OWN, destination="gpt"))
     assert bench.saved == [SavedModel(names=["gpt"], model=OWN)]
@@ -351,10 +401,37 @@ def test_there_is_a_limit_of_downloads_and_of_names(bench: ManagedBench) -> None
     for number in range(MAX_DOWNLOADS):
         bench.send(PullModel(model=f"tide/m{number}"), SECOND)
     assert refusal(bench.send(PullModel(model="tide/more")))[0] == "overloaded"
-    for number in range(MAX_NAMES - 1):
+    for number in range(MAX_NAMES - MAX_DOWNLOADS - 1):
         bench.send(CopyModel(source=OWN, destination=f"n{number}"), SECOND)
+        bench.report()
+    assert len(bench.names[0]) == MAX_NAMES - MAX_DOWNLOADS
     code, message = refusal(bench.send(CopyModel(source=OWN, destination="more")))
     assert (code, message[:12]) == ("invalid_request", "destination:")
+    code, message = refusal(bench.send(PullModel(model="hf.co/tide/m1")))
+    assert (code, message[:6]) == ("invalid_request", "model:")
+    (progress,) = bench.send(PullModel(model="tide/m1"))
+    assert isinstance(progress, PullProgress)
+
+
+def test_connections_are_left_to_gateways_whatever_clients_wait_for(bench: ManagedBench) -> None:
+    bench.pull("tide/first")
+    followers = range(100, 100 + MAX_PULLING - 1)
+    for connection in followers:
+        bench.send(PullModel(model=PULLED), connection)
+    bench.send(DeleteModel(model="tide/first"))
+    assert refusal(bench.send(PullModel(model=PULLED), SECOND))[0] == "overloaded"
+    (*_, progress) = bench.send(PullModel(model=PULLED), followers[0])
+    assert isinstance(progress, PullProgress), "this connection waits already"
+    for number in range(MAX_PULLING, MAX_WAITING):
+        assert bench.send(CopyModel(source=OWN, destination=f"n{number}"), 1000 + number) == []
+    refused = (CopyModel(source=OWN, destination="more"), DeleteModel(model=PULLED))
+    for request in refused:
+        assert refusal(bench.send(request, SECOND))[0] == "overloaded"
+    (library,) = bench.send(GetLibrary(), SECOND)
+    assert isinstance(library, ModelLibrary)
+    bench.report()
+    bench.send(DeleteModel(model=PULLED), SECOND)
+    assert StopJob() in bench.others
 
 
 def test_a_server_that_clients_do_not_manage_refuses_these_requests() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -95,20 +95,41 @@ def _size(file: Path) -> int | None:
     return None
 
 
-def remove_model(home: Path, model: PulledModel, others: Iterable[PulledModel]) -> int:
-    """Remove a model's record, and those of its files that no model in `others` uses. Return the
-    number of bytes freed. Raises OSError if a file cannot be removed."""
+def place_of(file: Path) -> Path:
+    """Return the absolute path of a file, or of a link itself, by real folders only. All spellings
+    of a path have the same place."""
+    return file.parent.resolve() / file.name
+
+
+def remove_model(
+    home: Path,
+    model: PulledModel,
+    others: Iterable[PulledModel],
+    in_use: Collection[Path] = frozenset(),
+) -> int:
+    """Remove a model's record, and those of its files that nobody else uses. Return the number of
+    bytes freed. If all its files are in use, the record stays too.
+
+    others   models whose files stay
+    in_use   places (`place_of`) of further files and links that stay
+
+    Raises OSError if a file cannot be removed.
+    """
+    files = [Path(file.path) for file in model.files]
+    if files and all(place_of(file) in in_use for file in files):
+        return 0
     shared = {file.path for other in others for file in other.files}
-    freed = sum(_remove_file(Path(file.path)) for file in model.files if file.path not in shared)
+    removed = [file for file in files if str(file) not in shared and place_of(file) not in in_use]
+    freed = sum(_remove_file(file, in_use) for file in removed)
     _record_file(home, model.name).unlink(missing_ok=True)
-    for file in model.files:
-        _remove_empty_folders(Path(file.path).parent)
+    for file in files:
+        _remove_empty_folders(file.parent, in_use)
     return freed
 
 
-def _remove_file(file: Path) -> int:
-    """Remove a file. If it links to content in the Hub's cache, remove the content too, unless
-    another link uses it. Return the number of bytes freed."""
+def _remove_file(file: Path, in_use: Collection[Path]) -> int:
+    """Remove a file. If it links to content in the Hub's cache, remove the content too, unless it
+    is in use or another link leads to it. Return the number of bytes freed."""
     content = file.resolve() if file.is_symlink() else None
     size = _size(file) or 0
     file.unlink(missing_ok=True)
@@ -116,7 +137,7 @@ def _remove_file(file: Path) -> int:
     if content is None or repository is None or content.parent != (repository / BLOBS).resolve():
         return size
     links = (repository / SNAPSHOTS).rglob("*")
-    if any(link.is_symlink() and link.resolve() == content for link in links):
+    if content in in_use or any(link.is_symlink() and link.resolve() == content for link in links):
         return 0
     content.unlink(missing_ok=True)
     return size
@@ -128,7 +149,7 @@ def _repository_of(file: Path) -> Path | None:
     return found[0].parent if found else None
 
 
-def _remove_empty_folders(folder: Path) -> None:
+def _remove_empty_folders(folder: Path, in_use: Collection[Path]) -> None:
     """Remove `folder` and its parents while they are empty, and a repository without files."""
     repository = _repository_of(folder / "file")
     with contextlib.suppress(OSError):
@@ -137,5 +158,8 @@ def _remove_empty_folders(folder: Path) -> None:
             folder = folder.parent
             if repository is None or folder == repository:
                 break
-    if repository is not None and not any((repository / SNAPSHOTS).glob("*/*")):
+    if repository is None or any((repository / SNAPSHOTS).glob("*/*")):
+        return
+    root = repository.resolve()
+    if not any(file.is_relative_to(root) for file in in_use):
         shutil.rmtree(repository, ignore_errors=True)

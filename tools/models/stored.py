@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 from protocol.process.exit_codes import ExitCode
+from protocol.shared.gguf_parts import all_parts
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
 from tools.models.download import PARTIAL
@@ -19,6 +20,7 @@ from tools.models.records import (
     SNAPSHOTS,
     PulledFile,
     PulledModel,
+    place_of,
     read_records,
     remove_model,
 )
@@ -96,14 +98,55 @@ def _is_revision_of(name: str, wanted: str) -> bool:
     return wanted == parsed.repo + (f":{parsed.choice}" if parsed.choice else "")
 
 
-def remove_stored(home: Path, models: Sequence[PulledModel], cache: Path | None = None) -> int:
+def files_in_use(paths: Iterable[str]) -> frozenset[Path]:
+    """Return the places (`records.place_of`) of all files that processes read which load `paths`,
+    and of the links that lead to them.
+
+    paths   directories of models or adapters, and GGUF files, whose further parts are included
+    """
+    files = (file for path in paths for file in _files_at(path))
+    return frozenset(place for file in files for place in _places(file))
+
+
+def _files_at(path: str) -> Iterator[Path]:
+    folder = Path(path)
+    if folder.is_dir():
+        yield from _places(folder)  # links to the directory itself
+        yield from (file for file in folder.rglob("*") if file.is_file())
+    else:
+        yield from map(Path, all_parts(path))
+
+
+def _places(file: Path) -> Iterator[Path]:
+    """Yield the places of a file and of each link on the way to it."""
+    if not file.exists():
+        return
+    while True:
+        yield (file := place_of(file))
+        if not file.is_symlink():
+            return
+        file = file.parent / file.readlink()
+
+
+def remove_stored(
+    home: Path,
+    models: Sequence[PulledModel],
+    cache: Path | None = None,
+    *,
+    in_use: Collection[Path] = frozenset(),
+) -> int:
     """Remove models from the cache, but keep the files that other models use. Return the number of
-    bytes freed. Raises OSError if a file cannot be removed."""
+    bytes freed.
+
+    in_use   places of more files to keep (`files_in_use`)
+
+    Raises OSError if a file cannot be removed.
+    """
     paths = {model.path for model in models}
     others = [model for model in stored_models(home, cache) if model.path not in paths]
-    freed = sum(remove_model(home, model, others) for model in models)
+    freed = sum(remove_model(home, model, others, in_use) for model in models)
     for model in models:
-        if model.name in CATALOGUE:
+        if model.name in CATALOGUE and place_of(Path(model.path)) not in in_use:
             shutil.rmtree(Path(model.path).parent, ignore_errors=True)
     return freed
 

@@ -54,18 +54,18 @@ from tools.processes.actions import (
     StartJob,
     StopJob,
 )
+from tools.processes.control_server import MAX_CONNECTIONS
 from tools.processes.fleet import Fleet
 from tools.processes.model_job import (
     JobFailed,
     JobProgress,
     JobReport,
-    Order,
     Pulled,
     RemoveOrder,
 )
 from tools.processes.model_phases import NOT_LOADED
 from tools.processes.new_models import NewModels
-from tools.processes.saved_models import ManagedModel, SavedModel, source_of
+from tools.processes.saved_models import ManagedModel, SavedModel, loaded_paths, source_of
 from tools.processes.supervisor import Supervisor
 
 MAX_DOWNLOADS = 16
@@ -74,6 +74,9 @@ MAX_MODELS = 64
 """Most models of a server. Each has metrics of its own."""
 MAX_NAMES = 256
 """Most names of all models together. Every change of a model's state is sent with them."""
+MAX_PULLING, MAX_WAITING = MAX_CONNECTIONS // 2, MAX_CONNECTIONS * 3 // 4
+"""Most connections that wait for a reply if one more pulls a model, or requests another change,
+such as the end of a download. The rest is left to gateways and commands."""
 MAX_FAILURES = 16
 """Most failed downloads whose causes are kept."""
 LEFTOVERS = "leftovers"
@@ -127,7 +130,7 @@ class ManagedModels:
         self._fleet, self._supervisor, self._groups = fleet, supervisor, groups
         self._downloads: dict[str, ModelDownload] = {}  # by source, in the order of their turns
         self._failures: dict[str, str] = {}  # name -> why its last download failed
-        self._orders: list[tuple[str, Order]] = []  # removals that wait, with their models' keys
+        self._orders: list[tuple[str, RemoveOrder]] = []  # that wait, with their models' keys
         self._running: ModelDownload | ManagedModel | str | None = None
         self._replies: list[PendingReply] = []
         self._num_engines = new.num_engines
@@ -142,6 +145,9 @@ class ManagedModels:
     def on_request(self, connection: int, request: ManageRequest) -> list[Action]:
         """Handle a request of a gateway. Call `advance` afterwards."""
         try:
+            if not isinstance(request, GetLibrary):
+                is_pull = isinstance(request, PullModel)
+                self._check_waiting(connection, MAX_PULLING if is_pull else MAX_WAITING)
             match request:
                 case PullModel(model=name):
                     return self._pull(connection, name)
@@ -163,6 +169,14 @@ class ManagedModels:
             model.deleters = [each for each in model.deleters if each != connection]
         self._replies = [each for each in self._replies if each.connection != connection]
 
+    def _check_waiting(self, connection: int, limit: int) -> None:
+        """Raise Overloaded if `limit` other connections wait for a reply."""
+        waiting = {each.connection for each in self._replies}
+        waiting.update(*(each.followers for each in self._downloads.values()))
+        waiting.update(*(each.deleters for each in self._models.values()))
+        if len(waiting - {connection}) >= limit:
+            raise Overloaded(f"{limit} requests wait for changes of models; try again later")
+
     def _pull(self, connection: int, name: str) -> list[Action]:
         source = source_of(name)
         if self._owner(name) is not None:
@@ -174,12 +188,15 @@ class ManagedModels:
         if served is not None and served.is_leaving:
             raise EngineNotReady(f"the model {name} is being deleted; try again later")
         if served is not None:
+            self._check_num_names("model")
             actions = self._add_name(served, name)
             self._succeed({connection: name})
             return actions
         download = self._downloads.get(source)
         if download is not None and download.is_cancelled:
             raise EngineNotReady(f"the download of {name} is being cancelled; try again later")
+        if download is None or name not in download.names:
+            self._check_num_names("model")
         if download is None:
             download = self._new_download(name, source)
         if name not in download.names:
@@ -214,11 +231,17 @@ class ManagedModels:
         is_downloaded = any(destination in each.names for each in self._downloads.values())
         if owner not in (None, model) or is_downloaded:
             raise InvalidRequest.at("destination", f"another model is named {destination!r}")
-        if sum(len(each.names) for each in self._models.values()) >= MAX_NAMES:
-            raise InvalidRequest.at("destination", f"the models have {MAX_NAMES} names already")
+        if owner is None:
+            self._check_num_names("destination")
         actions = self._add_name(model, destination)
         self._reply_later(connection)
         return actions
+
+    def _check_num_names(self, field: str) -> None:
+        """Raise InvalidRequest for `field` if no model can get one more name."""
+        models = (*self._models.values(), *self._downloads.values())
+        if sum(len(each.names) for each in models) >= MAX_NAMES:
+            raise InvalidRequest.at(field, f"the models have {MAX_NAMES} names already")
 
     def _delete(self, connection: int, name: str) -> list[Action]:
         for download in self._downloads.values():
@@ -318,9 +341,8 @@ class ManagedModels:
         names = [name for name in download.names if self._owner(name) is None]
         hosted = msgspec.structs.replace(pulled.hosted, served_name=names)
         command = self._new.command(hosted.supervised_name, pulled.engine)
-        model = ManagedModel(
-            hosted, download.source, pulled.engine.worker.model, child=command.name
-        )
+        paths = loaded_paths(pulled.engine.worker)
+        model = ManagedModel(hosted, download.source, paths, child=command.name)
         self._models[model.key] = model
         self._fleet.add(model.key, pulled.planned_bytes)
         self._supervisor.add(command.name, model.key)
@@ -354,6 +376,11 @@ class ManagedModels:
         if self._orders:
             key, order = self._orders.pop(0)
             self._running = self._models.get(key, LEFTOVERS)
+            if not order.is_partial:
+                # Not earlier: more models may be served than when the removal began to wait.
+                others = (each for each in self._models.values() if each.key != key)
+                paths = dict.fromkeys(path for each in others for path in each.paths)
+                order = msgspec.structs.replace(order, in_use=list(paths))
             return [StartJob(msgspec.json.encode(order))]
         download = next(iter(self._downloads.values()), None)
         if download is None:
@@ -363,10 +390,17 @@ class ManagedModels:
         pull = self._new.order(
             download.source,
             download.names[0],
+            key=self._free_key(download.names[0]),
             number=self._num_engines,
             memory_bytes=self._fleet.limits.memory_bytes,
         )
         return [StartJob(msgspec.json.encode(pull))]
+
+    def _free_key(self, name: str) -> str:
+        """Return a key for a new model. It differs from `name` if another model has kept that key
+        after it lost the name."""
+        keys = (name, *(f"{name}#{number}" for number in range(2, len(self._models) + 3)))
+        return next(key for key in keys if key not in self._models)
 
     # ---- what follows from events
 
@@ -375,11 +409,8 @@ class ManagedModels:
         due. Call this after each event."""
         actions: list[Action] = []
         for model in [each for each in self._models.values() if self._is_removable(each)]:
-            if self._is_shared(model):
-                actions += self._on_removed(model, None)
-            else:
-                model.is_ordered = True
-                self._orders.append((model.key, RemoveOrder(model=model.source)))
+            model.is_ordered = True
+            self._orders.append((model.key, RemoveOrder(model=model.source)))
         if self._running is None:
             actions += self._start_next()
         due = [each for each in self._replies if self._fleet.has_confirmed(each.version)]
@@ -394,11 +425,6 @@ class ManagedModels:
         """Return whether no gateway has the model any more, and no process of it runs."""
         is_unloaded = model.is_leaving and self._fleet.phase(model.key) in NOT_LOADED
         return is_unloaded and not model.is_ordered and self._fleet.has_confirmed(model.left_at)
-
-    def _is_shared(self, model: ManagedModel) -> bool:
-        """Return whether another model of the server loads the same files."""
-        others = (each for each in self._models.values() if each is not model)
-        return any(each.path == model.path for each in others)
 
     # ---- replies
 

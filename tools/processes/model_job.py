@@ -39,7 +39,7 @@ from tools.models.fetch import fetch, format_size, home, print_on_stderr
 from tools.models.preflight import ModelCheck, preflight_alternatives, tokenizer_digest
 from tools.models.pulling import download_name, pull_model
 from tools.models.stored import (
-    find_stored,
+    files_in_use,
     hub_cache,
     remove_leftovers,
     remove_stored,
@@ -72,7 +72,10 @@ class PullOrder(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
 class RemoveOrder(msgspec.Struct, frozen=True, tag="remove", kw_only=True):
     """Remove a model from the cache."""
 
+    #: Name of its download.
     model: str
+    #: Directories and files that other models of the server load. They stay.
+    in_use: list[str] = []
     #: Whether only the partial files of its download are removed. Complete files may be those of
     #: other programs.
     is_partial: bool = False
@@ -180,12 +183,17 @@ def pull(order: PullOrder, report: Callable[[JobProgress], object]) -> Pulled:
 
 
 def remove(order: RemoveOrder) -> Removed:
-    """Remove a model. Files that other models share stay. Raises Failure or OSError."""
+    """Remove a model, but no other revision of it. Files that other models of the server or of the
+    cache use stay. Raises Failure or OSError."""
     if order.is_partial:
         remove_leftovers(order.model, hub_cache())
         return Removed(freed_bytes=0)
-    found = find_stored(order.model, stored_models(home()))
-    return Removed(freed_bytes=remove_stored(home(), found))
+    found = [each for each in stored_models(home()) if each.name == order.model]
+    if not found:
+        raise Failure(f"{order.model} is not in the cache")
+    in_use = files_in_use(order.in_use)
+    # A record precedes a newer snapshot of the same name that another program has downloaded.
+    return Removed(freed_bytes=remove_stored(home(), found[:1], in_use=in_use))
 
 
 class UnservableModel(Failure):

@@ -94,6 +94,14 @@ class LineReader:
         self._pipe.close()
 
 
+def read_report(line: bytes) -> JobReport | None:
+    """Return the report in a line of a job's output; None if the line is no report."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        report: JobReport = msgspec.json.decode(line, type=JobReport)
+        return report
+    return None
+
+
 class ModelJobs:
     """Starts and stops the jobs of a server.
 
@@ -115,7 +123,6 @@ class ModelJobs:
         self._on_report, self._on_ended = on_report, on_ended
         self._job: RunningJob | None = None
         self._last: JobReport | None = None
-        self._decoder: msgspec.json.Decoder[JobReport] = msgspec.json.Decoder(JobReport)
 
     def start(self, order: bytes) -> None:
         """Start a job. None may be running."""
@@ -155,8 +162,12 @@ class ModelJobs:
             if reader is self._job.lines:
                 self._print_line(line.decode(errors="replace"))
                 continue
-            self._last = self._decoder.decode(line)
-            actions += self._on_report(self._last)
+            report = read_report(line)
+            if report is None:  # of a library that writes to the descriptor itself
+                self._print_line(line.decode(errors="replace"))
+                continue
+            self._last = report
+            actions += self._on_report(report)
         return actions
 
     def _on_exit(self) -> list[Action]:

@@ -34,11 +34,14 @@ class NewModels:
     #: Returns the free space on the disk of the downloads, in bytes.
     disk_free: Callable[[], int]
 
-    def order(self, source: str, name: str, *, number: int, memory_bytes: int) -> PullOrder:
+    def order(
+        self, source: str, name: str, *, key: str, number: int, memory_bytes: int
+    ) -> PullOrder:
         """Return the order to download a model and to prepare its engine.
 
         source         name of the download
         name           the model's name in the API
+        key            the model's name in the fleet, which no other model of this server has
         number         number of the engine, which no other engine of this server has had
         memory_bytes   memory that all models together may use
         """
@@ -49,11 +52,13 @@ class NewModels:
             share_device=True,
         )
         address = f"ipc://{self.directory / f'engine-{number}.sock'}"
-        journal = self.engine.journal and str(Path(self.engine.journal) / name)
+        journal = self.engine.journal and str(Path(self.engine.journal) / key)
         return PullOrder(
             model=source,
             engine=_with(self.engine, worker=worker, address=address, journal=journal),
-            hosted=_with(self.hosted, engine=address, load="first-use", served_name=[name]),
+            hosted=_with(
+                self.hosted, engine=address, load="first-use", served_name=[name], key=key
+            ),
             card=str(self.directory / f"model-{number}{CARD_SUFFIX}"),
             memory_bytes=memory_bytes,
         )

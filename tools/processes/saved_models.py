@@ -14,6 +14,8 @@ import msgspec
 
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import ModelConfig
+from protocol.config.worker import WorkerConfig
+from protocol.engine.adapters import split_adapter
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
 from tools.models.fetch import is_cached
 from tools.models.names import parse_hub_name
@@ -67,6 +69,14 @@ def write_saved(file: Path, content: bytes) -> None:
     partial.replace(file)
 
 
+def loaded_paths(worker: WorkerConfig) -> list[str]:
+    """Return the directories and files that a worker loads, or may load later: those of the model,
+    its draft model, and its adapters."""
+    adapters = [split_adapter(each)[1] for each in worker.lora]
+    paths = [worker.model, worker.draft_model, *adapters, worker.lora_dir]
+    return [path for path in paths if path]
+
+
 @dataclass(slots=True, eq=False)
 class ManagedModel:
     """One model of the server."""
@@ -74,8 +84,8 @@ class ManagedModel:
     hosted: ModelConfig
     #: Name of its download (`saved_models.source_of`); "": it is a file of the operator.
     source: str
-    #: The path that its worker loads.
-    path: str
+    #: The directories and files that its worker loads (`loaded_paths`).
+    paths: Sequence[str]
     #: The names that the operator gave. Without any, clients may delete the model.
     own_names: frozenset[str] = frozenset()
     #: The child process of its engine.
@@ -123,7 +133,7 @@ class ManagedPlan:
             ManagedModel(
                 each,
                 self.sources[name],
-                engines[name].worker.model,
+                loaded_paths(engines[name].worker),
                 own_names=self.own_names.get(name, frozenset()),
                 child=f"engine {name}",
             )

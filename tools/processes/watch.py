@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.processes.actions import (
     Action,
@@ -77,6 +78,18 @@ def stop_signals() -> Iterator[socket.socket]:
             signal.signal(number, handler)
         receiver.close()
         sender.close()
+
+
+def current_events(selector: selectors.BaseSelector, timeout_s: float) -> Iterator[Any]:
+    """Wait once, and yield the data of each descriptor that is ready.
+
+    An event is left out if the caller has closed its descriptor meanwhile, also if a new file has
+    received the same number, or if the caller has changed what the selector waits for. In the
+    latter case the next call yields it.
+    """
+    for key, _ in selector.select(timeout_s):
+        if selector.get_map().get(key.fd) is key:
+            yield key.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +175,8 @@ class Watch:
         """Run until the server has ended, and return the exit code."""
         try:
             while True:
-                for key, _ in self._selector.select(self._timeout()):
-                    if key.fd not in self._selector.get_map():
-                        continue  # the previous event has closed this descriptor
-                    code = self._perform(key.data())
+                for on_event in current_events(self._selector, self._timeout()):
+                    code = self._perform(on_event())
                     if code is not None:
                         return code
                 now = time.monotonic()
