@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from protocol.engine.sampling import DryBreaker, SamplingParams
 from tests.support.distributions import dry_costs
 from tests.support.sampled_rows import RowRequest, bind_rows
+from worker.sampling.dry import LARGEST_EXPONENT, Breakers, DryRows, penalise_repeats
 from worker.sampling.logits import process_logits
 
 VOCAB = 97
@@ -69,6 +70,28 @@ def test_a_long_repeat_has_a_finite_penalty():
     (found,) = costs([RowRequest(params, [4] * 47)])
     assert found.keys() == {4}
     assert 1e35 < found[4] < float("inf")
+
+
+def test_a_very_long_repeat_costs_no_more_than_the_longest_that_counts():
+    for base, allowed in ((1.01, 3), (1.0001, 0), (1.0, 2)):
+        params = SamplingParams(dry_multiplier=1.0, dry_base=base, dry_allowed_length=allowed)
+        logits, none = torch.zeros(1, VOCAB), torch.zeros(1, 0, dtype=torch.int64)
+        numbers = DryRows(torch.ones(1), torch.tensor([base]), torch.tensor([allowed]))
+        latest = torch.full((1, 700), 4)
+        penalise_repeats(logits, latest, Breakers(none, none, none, none, 0), numbers)
+        assert -logits[0, 4] == pytest.approx(dry_costs([4] * 700, params)[4], rel=1e-4)
+        assert -logits[0, 4] == pytest.approx(base**LARGEST_EXPONENT, rel=1e-4)
+
+
+@pytest.mark.parametrize("most", [1, 60])
+def test_breakers_are_found_in_parts_as_at_once(most: int, monkeypatch: pytest.MonkeyPatch):
+    rng = random.Random(most)
+    requests = [
+        RowRequest(params_of(rng), tokens=[rng.randrange(4) for _ in range(40)]) for _ in range(9)
+    ]
+    at_once = costs(requests)
+    monkeypatch.setattr("worker.sampling.dry.ITEMS_AT_ONCE", most)
+    assert costs(requests) == at_once
 
 
 def test_samplers_that_do_not_list_dry_switch_it_off():

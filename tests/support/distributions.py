@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from protocol.engine.sampling import SamplingParams, filter_order
+from worker.sampling.dry import LARGEST_EXPONENT
 
 USUAL_FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -109,7 +110,7 @@ def dry_costs(tokens: Sequence[int], params: SamplingParams) -> dict[int, float]
         if min(length, limit) >= allowed and not is_breaker:
             longest[token] = max(longest.get(token, 0), min(length, limit))
     return {
-        token: params.dry_multiplier * params.dry_base ** (length - allowed)
+        token: params.dry_multiplier * params.dry_base ** min(length - allowed, LARGEST_EXPONENT)
         for token, length in longest.items()
     }
 

@@ -162,7 +162,7 @@ def test_an_unknown_code_is_the_engines_fault() -> None:
         ("xtc_threshold", [0, 1], [-0.1, 1.1, math.nan]),
         ("dry_multiplier", [0, 100], [-0.1, 101, math.nan]),
         ("dry_base", [1, 100], [0.9, 101, math.nan]),
-        ("dry_allowed_length", [0, 1 << 24], [-1, 1 << 25]),
+        ("dry_allowed_length", [0, 1024], [-1, 1025]),
         ("dry_penalty_last_n", [-1, 0, 1 << 24], [-2, 1 << 25]),
         (
             "samplers",

@@ -156,7 +156,7 @@ def test_as_many_tokens_as_the_engine_accepts_are_sent() -> None:
     fields = {"logit_bias": [*BIASES[1:], ["ab", 1]]}
     (params,) = choices_of(chat_body(**fields), SILENT_MODEL, Tokenizer(scripted_card()))
     assert len(params.logit_bias) == 1_024
-    fields = {"logit_bias": BANS, "bad_words": [" "]}  # one of the banned tokens
+    fields = {"logit_bias": [*BANS], "bad_words": [" "]}  # one of the banned tokens
     (params,) = choices_of(chat_body(**fields), SILENT_MODEL, Tokenizer(scripted_card()))
     assert len(params.bad_words) == 256
 

@@ -8,7 +8,7 @@ only tokens after the last breaker of the text, and a breaker of one token is ne
 
 As all penalties, DRY stores no state: it reads the request's own tokens each time. The earlier
 occurrences of the last token are found with one comparison. Only these are compared further,
-BLOCK tokens at a time, up to the length beyond which the penalty would overflow.
+BLOCK tokens at a time, up to the length from which on the penalty is the same.
 
 Legend: N rows, V vocabulary, L tokens of the longest row, B breakers of the row with most of them,
 K heads and T tokens of tails of a row's breakers together.
@@ -16,6 +16,7 @@ K heads and T tokens of tails of a row's breakers together.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,11 @@ NO_TOKEN = -1
 HEAD_BITS = 32
 """Bits of a token id in `Breakers.heads`."""
 KEY_STEP = MAX_BREAKER_TAIL + 1
+LARGEST_EXPONENT = 256
+"""Longer repetitions have the same penalty, so a step compares no token with more than this many
+after the allowed ones."""
+ITEMS_AT_ONCE = 1 << 22
+"""Items of the largest tensors."""
 END = torch.iinfo(torch.int64).max
 """Larger than any id and any place."""
 
@@ -63,18 +69,27 @@ class Breakers:
     def begin_at(self, tokens: Tensor) -> Tensor:
         """Return which of tokens [N, L] are heads of each breaker, [N, B, L] bool."""
         shape = (len(tokens), self.ends.shape[1], tokens.shape[1])
+        found = torch.zeros(shape, dtype=torch.bool, device=tokens.device)
         if not self.heads.shape[1]:
-            return torch.zeros(shape, dtype=torch.bool, device=tokens.device)
+            return found
         numbers = torch.arange(shape[1], device=tokens.device)[:, None] << HEAD_BITS
-        wanted = (tokens[:, None] | numbers).masked_fill_(tokens[:, None] == NO_TOKEN, NO_TOKEN)
-        wanted = wanted.flatten(1)
-        at = torch.searchsorted(self.heads, wanted).clamp_(max=self.heads.shape[1] - 1)
-        return (self.heads.gather(1, at) == wanted).view(shape)
+        for some, part in _parts(numbers, found, tokens.numel()):
+            wanted = (tokens[:, None] | some).masked_fill_(tokens[:, None] == NO_TOKEN, NO_TOKEN)
+            wanted = wanted.flatten(1)
+            at = torch.searchsorted(self.heads, wanted).clamp_(max=self.heads.shape[1] - 1)
+            part.copy_((self.heads.gather(1, at) == wanted).view(part.shape))
+        return found
 
-    def contain(self, tokens: Tensor) -> Tensor:
-        """Return which of tokens [N, L] are breakers on their own, [N, L] bool."""
-        has_no_tail = self.ends == self.starts
-        return (self.begin_at(tokens) & has_no_tail[:, :, None]).any(1)
+    @property
+    def have_no_tail(self) -> Tensor:
+        """Which breakers are one token, [N, B] bool."""
+        return self.ends == self.starts
+
+
+def _parts(numbers: Tensor, found: Tensor, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Split the numbers of breakers [B, 1], and what is found of each [N, B, L]."""
+    size = max(1, ITEMS_AT_ONCE // max(1, num_tokens))
+    return zip(torch.split(numbers, size), torch.split(found, size, dim=1), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +107,17 @@ def penalise_repeats(logits: Tensor, latest: Tensor, breakers: Breakers, params:
     latest   [N, L] int64: the tokens of each row's window, the latest first, then NO_TOKEN
     """
     count = (latest != NO_TOKEN).sum(-1)
-    limit = length_limit(latest, count, breakers)
+    begins = breakers.begin_at(latest)
+    limit = length_limit(latest, count, breakers, begins)
     max_exponent = largest_exponent(params.base)
-    longest = torch.minimum(limit, params.allowed + max_exponent)
+    can_repeat = (limit >= params.allowed) & (count > params.allowed)
+    longest = torch.minimum(limit, params.allowed + max_exponent).masked_fill_(~can_repeat, 0)
     lengths = repeat_lengths(latest, longest)
     # The token after the occurrence that ends at distance k from the end is at distance k - 1.
     following = latest[:, :-1].contiguous()
     continues = (lengths >= params.allowed[:, None]) & (latest[:, 1:] != NO_TOKEN)
-    continues &= ((limit >= params.allowed) & (count > params.allowed))[:, None]
-    continues &= ~breakers.contain(following)
+    continues &= can_repeat[:, None]
+    continues &= ~(begins[:, :, :-1] & breakers.have_no_tail[:, :, None]).any(1)
     tokens = following.clamp_min(0)
     repeats = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
     repeats.scatter_reduce_(1, tokens, torch.where(continues, lengths + 1, 0), "amax")
@@ -113,7 +130,7 @@ def penalise_repeats(logits: Tensor, latest: Tensor, breakers: Breakers, params:
 
 def largest_exponent(base: Tensor) -> Tensor:
     """Return the largest exponent [N] int64 of base [N] in a penalty."""
-    exponent = (LARGEST_LOG / base.double().log()).clamp_(0, 1 << 24).to(torch.int64)
+    exponent = (LARGEST_LOG / base.double().log()).clamp_(0, LARGEST_EXPONENT).to(torch.int64)
     return torch.where(base > SMALLEST_BASE, exponent, 0)
 
 
@@ -139,14 +156,15 @@ def repeat_lengths(latest: Tensor, longest: Tensor) -> Tensor:
     return lengths.minimum(longest[:, None])
 
 
-def length_limit(latest: Tensor, count: Tensor, breakers: Breakers) -> Tensor:
+def length_limit(latest: Tensor, count: Tensor, breakers: Breakers, begins: Tensor) -> Tensor:
     """Return the number of tokens after the last breaker in each row of `latest` [N, L], [N] int64.
-    Without a breaker it is count [N], the number of tokens in the row.
+    Without a breaker it is count [N], the number of tokens in the row. `begins` [N, B, L] says
+    which tokens are heads of each breaker.
 
     The last breaker is the one that begins last, and the longest of those. It must end within the
     row: a tail of n tokens needs a head that is at least n tokens from the end.
     """
-    rows, nth, at = breakers.begin_at(latest).nonzero().T
+    rows, nth, at = begins.nonzero().T
     starts = breakers.starts[rows, nth]
     sizes = breakers.ends[rows, nth] - starts
     if breakers.longest_tail:
@@ -174,6 +192,14 @@ def apply_dry(logits: Tensor, slots: SlotTable, sampled: Sampled) -> None:
     rows = where(slots.host("dry_window")[sampled.host_slots] > 0)
     if not len(rows):
         return
+    windows = slots.host("dry_window")[sampled.host_slots[rows]]
+    width = int(sampled.host_known[rows].minimum(windows).max())
+    for some in torch.split(rows, max(1, ITEMS_AT_ONCE // width)):
+        _apply_to(logits, slots, sampled, some)
+
+
+def _apply_to(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor) -> None:
+    """Apply DRY to some rows [N], on the host, of logits [S, V], in place."""
     index, slot_ids = rows_and_slots(slots, sampled, rows)
     multiplier, base, allowed, window = (
         slots[name].index_select(0, slot_ids)
@@ -181,20 +207,21 @@ def apply_dry(logits: Tensor, slots: SlotTable, sampled: Sampled) -> None:
     )
     tokens, known = known_tokens(slots, sampled, rows, slot_ids)
     host_slots = sampled.host_slots[rows]
+    most = int(slots.host("dry_window")[host_slots].max())
     part = logits.index_select(0, index)
     penalise_repeats(
         part,
-        latest_tokens(tokens, known.sum(-1), window),
+        latest_tokens(tokens, known.sum(-1), window, most),
         _breakers(slots, host_slots, slot_ids),
         DryRows(multiplier, base, allowed.long()),
     )
     logits.index_copy_(0, index, part)
 
 
-def latest_tokens(tokens: Tensor, counts: Tensor, window: Tensor) -> Tensor:
-    """Return the last window [N] tokens of each row of tokens [N, L], which has counts [N] tokens:
-    the latest first, then NO_TOKEN."""
-    back = torch.arange(tokens.shape[1], device=tokens.device)
+def latest_tokens(tokens: Tensor, counts: Tensor, window: Tensor, most: int) -> Tensor:
+    """Return the last window [N] tokens, at most `most`, of each row of tokens [N, L], which has
+    counts [N] tokens: the latest first, then NO_TOKEN."""
+    back = torch.arange(min(tokens.shape[1], most), device=tokens.device)
     at = counts[:, None] - 1 - back
     latest = tokens.gather(1, at.clamp(min=0))
     return latest.masked_fill_((at < 0) | (back >= window[:, None]), NO_TOKEN)
