@@ -430,16 +430,16 @@ def test_removing_a_model_removes_its_older_revisions(desk: Desk) -> None:
 def test_what_an_interrupted_download_left_can_be_removed(desk: Desk) -> None:
     desk.hub.cuts = [1000] + [0] * 20
     desk.refusal("tide/pool-gguf:Q4_0")
-    assert remove_leftovers("tide/pool-gguf:Q4_0", desk.cache)
+    assert remove_leftovers("tide/pool-gguf:Q4_0", desk.home, desk.cache)
     assert not (desk.cache / "models--tide--pool-gguf").exists()
-    assert not remove_leftovers("tide/pool-gguf:Q4_0", desk.cache)
+    assert not remove_leftovers("tide/pool-gguf:Q4_0", desk.home, desk.cache)
 
 
 def test_partial_files_can_be_removed_beside_a_complete_model(desk: Desk) -> None:
     model = desk.pull("tide/pool-gguf:Q4_0")
     desk.hub.cuts = [1000] + [0] * 20
     desk.refusal("tide/pool-gguf:Q8_0")
-    assert remove_leftovers("tide/pool-gguf:Q8_0", desk.cache)
+    assert remove_leftovers("tide/pool-gguf:Q8_0", desk.home, desk.cache)
     assert desk.partials() == []
     assert model.is_complete()
 

@@ -213,6 +213,19 @@ def test_a_refusal_of_the_supervisor_has_its_own_status(scene: ManagedScene) -> 
     assert scene.call("/api/delete", method="delete", model="own").status_code == 400
 
 
+def test_no_model_gets_a_name_that_selects_an_adapter(scene: ManagedScene) -> None:
+    loaded = scene.call("/v1/load_lora_adapter", lora_name="Q4_0", lora_path="q4")
+    assert loaded.status_code == 200, loaded.text
+    scene.supervisor.on_manage = lambda message: [scene.supervisor.states]
+    for name in ("own:Q4_0", "own:Q4_0:latest"):
+        pulled = scene.call("/api/pull", model=name)
+        assert json_of(pulled, 400)["error"] == "model: an adapter is named 'own:Q4_0'"
+        copied = scene.call("/api/copy", source="own", destination=name)
+        assert json_of(copied, 400)["error"] == "destination: an adapter is named 'own:Q4_0'"
+    assert scene.supervisor.managed == []
+    assert scene.call("/v1/unload_lora_adapter", lora_name="Q4_0").status_code == 200
+
+
 def test_names_of_copies_and_deletions_are_read_as_ollamas(scene: ManagedScene) -> None:
     scene.supervisor.on_manage = lambda message: [scene.supervisor.states]
     body = {"source": "own:latest", "destination": "gpt:latest"}

@@ -11,6 +11,9 @@ import pytest
 from protocol.config.worker import WorkerConfig
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE
+from tools.models.download import PARTIAL
+from tools.models.fetch import locked
+from tools.models.hub_cache import repository_lock
 from tools.models.records import PulledFile, PulledModel, read_record, write_record
 from tools.models.stored import files_in_use
 from tools.processes.model_job import RemoveOrder, remove
@@ -113,6 +116,26 @@ def test_a_file_of_the_catalogue_that_is_served_by_its_path_stays(caches: Caches
     assert file.exists()
     assert remove(RemoveOrder(model=entry.name)).freed_bytes == 4
     assert not file.exists()
+
+
+@pytest.mark.parametrize("has_snapshot", [True, False])
+def test_partial_files_stay_while_another_process_downloads_from_the_repository(
+    has_snapshot: bool, caches: Caches
+) -> None:
+    if has_snapshot:
+        caches.add(REPO, "a" * 40, weights="new")
+    partial = caches.repository / "blobs" / f"digest{PARTIAL}"
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.touch()
+    order = RemoveOrder(model=f"{REPO}:Q4_0", is_partial=True)
+    lock = repository_lock(caches.home, REPO)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with locked(lock, REPO, print):
+        remove(order)
+        assert partial.exists()
+    remove(order)
+    assert not partial.exists()
+    assert caches.has(REPO) == has_snapshot
 
 
 def test_all_parts_of_a_gguf_model_are_in_use(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def _remove(name: str) -> int | None:
     try:
         found = find_stored(name, stored_models(home()))
     except Failure:
-        if remove_leftovers(name, hub_cache()):
+        if remove_leftovers(name, home(), hub_cache()):
             return None
         raise
     return remove_stored(home(), found)

@@ -339,6 +339,19 @@ def locked(lock: Path, name: str, print_line: PrintLine) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def locked_if_free(lock: Path) -> Iterator[bool]:
+    """Hold `lock` inside the `with` block, unless another process holds it. Yield whether this one
+    does."""
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 def _stamp_of(file: Path) -> Path:
     return file.with_name(file.name + ".verified")
 

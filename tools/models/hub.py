@@ -63,7 +63,7 @@ from tools.models.download import (
 )
 from tools.models.fetch import PrintLine, check_space, format_size, locked, progress_bar
 from tools.models.http_file import HttpFile
-from tools.models.hub_cache import cached_model, repository_folder
+from tools.models.hub_cache import cached_model, repository_folder, repository_lock
 from tools.models.hub_files import CONFIG, Kind, RepoFile, choose_files
 from tools.models.names import HubName
 from tools.models.records import PulledFile, PulledModel, read_records, write_record
@@ -158,9 +158,8 @@ class HubDownloads:
         licence = f"licence {model.licence}" if model.licence else "no licence given"
         page = f"{self._endpoint}/{model.name.repo}"
         self._print_line(f"{model.name}: {licence}; {format_size(model.size)} in {count} ({page})")
-        folder = self._home / "models"
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = folder / f".{model.name.repo.replace('/', '--')}.lock"
+        lock = repository_lock(self._home, model.name.repo)
+        lock.parent.mkdir(parents=True, exist_ok=True)
         with locked(lock, str(model.name), self._print_line):
             self._download_files(model)
             paths = [self._link(model, file) for file in model.files]

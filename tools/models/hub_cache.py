@@ -25,6 +25,11 @@ def repository_folder(cache: Path, repo: str) -> Path:
     return cache / f"models--{repo.replace('/', '--')}"
 
 
+def repository_lock(home: Path, repo: str) -> Path:
+    """Return the file that a download of the repository "owner/name" locks (`fetch.locked`)."""
+    return home / "models" / f".{repo.replace('/', '--')}.lock"
+
+
 def cached_model(name: HubName, snapshot: Path) -> PulledModel:
     """Return the model `name` in a snapshot of the cache. Its digests are not verified. Raises
     Failure if the snapshot lacks files that the model needs."""

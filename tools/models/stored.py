@@ -12,8 +12,8 @@ from protocol.shared.gguf_parts import all_parts
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
 from tools.models.download import PARTIAL
-from tools.models.fetch import cached_file, is_cached
-from tools.models.hub_cache import cached_models, repository_folder
+from tools.models.fetch import cached_file, is_cached, locked_if_free
+from tools.models.hub_cache import cached_models, repository_folder, repository_lock
 from tools.models.names import MAIN, parse_hub_name
 from tools.models.records import (
     BLOBS,
@@ -151,10 +151,12 @@ def remove_stored(
     return freed
 
 
-def remove_leftovers(name: str, cache: Path | None) -> bool:
-    """Remove the partial files of an interrupted download. Return whether there were any.
+def remove_leftovers(name: str, home: Path, cache: Path | None) -> bool:
+    """Remove the partial files of an interrupted download. Return whether there were any. While
+    another process downloads from the same repository, its partial files are no leftovers.
 
     name    a name on the Hub, or a name from the catalogue
+    home    Tidegate's directory of downloads
     cache   directory of the Hub's cache; None if there is none
 
     Raises OSError if a file cannot be removed.
@@ -165,6 +167,14 @@ def remove_leftovers(name: str, cache: Path | None) -> bool:
     folder = repository_folder(cache, parsed.repo)
     if not folder.is_dir():
         return False
+    lock = repository_lock(home, parsed.repo)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with locked_if_free(lock) as is_free:
+        return is_free and _remove_partials(folder)
+
+
+def _remove_partials(folder: Path) -> bool:
+    """Remove the partial files in the folder of a repository. Return whether there were any."""
     if not any((folder / SNAPSHOTS).glob("*/*")):  # nothing but leftovers
         shutil.rmtree(folder)
         return True

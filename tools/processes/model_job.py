@@ -186,7 +186,7 @@ def remove(order: RemoveOrder) -> Removed:
     """Remove a model, but no other revision of it. Files that other models of the server or of the
     cache use stay. Raises Failure or OSError."""
     if order.is_partial:
-        remove_leftovers(order.model, hub_cache())
+        remove_leftovers(order.model, home(), hub_cache())
         return Removed(freed_bytes=0)
     found = [each for each in stored_models(home()) if each.name == order.model]
     if not found:

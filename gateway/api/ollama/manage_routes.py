@@ -59,6 +59,7 @@ def pull(service: Service, context: RequestContext) -> Response:
     if name in listed:
         return _lines(PullStatus("success")) if is_stream else json_response(PullStatus("success"))
     manager(service, context)
+    _check_no_adapter(service, "model", name)
     replies = replies_of(service, context, PullModel(model=name))
     first = next(replies)  # a refusal has its own status
     if not is_stream:
@@ -72,6 +73,13 @@ def pull(service: Service, context: RequestContext) -> Response:
     response.call_on_close(lambda: context.close(CLIENT_CLOSED_REQUEST))
     response.headers["X-Accel-Buffering"] = "no"  # otherwise nginx would buffer the stream
     return response
+
+
+def _check_no_adapter(service: Service, field: str, name: str) -> None:
+    """Raise InvalidRequest for `field` if requests select an adapter by this name. A model with the
+    name would hide it."""
+    if any(host.adapter_of(name) for host in service.hosts):
+        raise InvalidRequest.at(field, f"an adapter is named {name!r}")
 
 
 def _lines(status: PullStatus) -> Response:
@@ -134,8 +142,7 @@ def copy(service: Service, context: RequestContext) -> Response:
     for field, value in (("source", source), ("destination", destination)):
         if not value:
             raise InvalidRequest.at(field, "this field is required")
-    if any(host.adapter_of(destination) for host in service.hosts):
-        raise InvalidRequest.at("destination", f"an adapter is named {destination!r}")
+    _check_no_adapter(service, "destination", destination)
     _await_change(service, context, CopyModel(source=source, destination=destination))
     return Response(status=200)
 
