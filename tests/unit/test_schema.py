@@ -99,9 +99,9 @@ def test_a_wrong_pair_of_logit_bias_is_refused(pairs: list[Any], param: str) -> 
     assert refusal.value.param == param
 
 
-BANS = [[token_id, False] for token_id in range(256)]
+BANS: list[Any] = [[token_id, False] for token_id in range(256)]
 OTHER_BANS: list[Any] = [[token_id, False] for token_id in range(1_000, 1_256)]
-BIASES = [[token_id, 1] for token_id in range(1_000, 2_023)]
+BIASES: list[Any] = [[token_id, 1] for token_id in range(1_000, 2_023)]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_texts_after_too_many_tokens_are_not_encoded(fields: dict[str, Any]) -> 
 
 
 def test_as_many_tokens_as_the_engine_accepts_are_sent() -> None:
-    fields = {"logit_bias": [*BIASES[1:], ["ab", 1]]}
+    fields: dict[str, Any] = {"logit_bias": [*BIASES[1:], ["ab", 1]]}
     (params,) = choices_of(chat_body(**fields), SILENT_MODEL, Tokenizer(scripted_card()))
     assert len(params.logit_bias) == 1_024
     fields = {"logit_bias": BANS, "bad_words": [" "]}  # one of the banned tokens
