@@ -121,6 +121,16 @@ def test_an_engine_refusal_has_its_status_and_the_requests_field_names(
             assert (response.status_code, response.json()["error"]["param"]) == (status, result)
 
 
+def test_biases_of_too_many_tokens_are_refused_before_the_engine(
+    engine: ScriptedEngine, gateway: GatewayProcess
+) -> None:
+    biases = [*([token_id, 1] for token_id in range(300, 1_323)), ["ab", 1]]
+    response = gateway.post(GENERATE, body(sampling_params={"logit_bias": biases}))
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "sampling_params.logit_bias"
+    assert not engine.generates
+
+
 def test_fields_without_effect_are_named_in_header_and_body(gateway: GatewayProcess) -> None:
     response = gateway.post(GENERATE, body(mood=1))
     assert response.headers["x-ignored-fields"] == "mood"
