@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import pytest
 from tests.support.gateway_process import GatewayProcess
 from tests.support.processes import ROOT
 from tests.support.scripted_engine import ScriptedEngine
-from tools.agents import AGENTS
+from tools.agents import AGENTS, AgentServer
+from tools.commands.launch import command_text
 
 ENGINE = {"max_len": 40_000}
 GATEWAY = {"served_name": ["tg-model", "other"], "api_key": ["k'ey"]}
@@ -29,6 +31,12 @@ if "--data-dir" in words:
     files = {{str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*.json")}}
 print(json.dumps({{"words": words, "environment": dict(os.environ), "files": files}}))
 sys.exit(7)
+"""
+WAITING_AGENT = f"""#!{sys.executable}
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(os.write(1, b"terminated\\n") and 0))
+os.write(1, b"waiting\\n")
+signal.pause()
 """
 
 
@@ -89,6 +97,53 @@ def test_the_printed_command_starts_the_agent_as_a_launch_does(
     for part in (gateway.url, "other", "k'ey"):
         assert part in everything or part in programs.values()
     assert list(Path(programs["HOME"]).rglob("*")) == []
+
+
+@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("key", ["k\"e\\y'", "k\\", '"'])
+def test_a_printed_command_hides_and_passes_a_key_that_json_escapes(
+    programs: dict[str, str], name: str, key: str
+) -> None:
+    agent = AGENTS[name]
+    session = agent.session(AgentServer("http://127.0.0.1:1", "model", 100, key))
+    printed = command_text(agent, session, [], key)
+    if len(key) > 1:
+        assert key not in printed
+        assert json.dumps(key)[1:-1] not in printed
+    environment = {**programs, "TIDEGATE_API_KEY": key}
+    shell = subprocess.run(
+        ["sh", "-c", printed], env=environment, capture_output=True, text=True, check=False
+    )
+    found = json.loads(shell.stdout)
+    assert found["files"] == session.files
+    assert {each: found["environment"][each] for each in session.environment} == session.environment
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_launch_that_is_terminated_ends_the_agent_and_removes_the_key(
+    engine: ScriptedEngine,
+    gateway: GatewayProcess,
+    programs: dict[str, str],
+    tmp_path: Path,
+    number: signal.Signals,
+) -> None:
+    agent = tmp_path / "bin" / "cline"
+    agent.write_text(WAITING_AGENT)
+    folder = tmp_path / "private"
+    folder.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-m", "tidegate", "launch", "cline", "--url", gateway.url],
+        env={**programs, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        assert len(list(folder.iterdir())) == 1
+        process.send_signal(number)
+        assert process.stdout.read() == "terminated\n"
+    assert process.returncode == 128 + number
+    assert list(folder.iterdir()) == []
 
 
 def test_the_first_model_is_the_default_and_its_context_is_told(

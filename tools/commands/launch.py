@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -11,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from protocol.process.exit_codes import KILLED
 from tools.agents import AGENTS, AgentServer, AgentSession, CodingAgent
 from tools.failure import Failure
 from tools.http.web import KEY_VARIABLE, WebServer, no_server
@@ -34,6 +37,11 @@ examples:
 
 NOT_FOUND = 127
 """Exit code of shells for a program that is not installed."""
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+END_S = 5.0
+"""Time that an agent has to end after one of END_SIGNALS."""
+KEY_IN_JSON = rf'''"$(printf %s "${KEY_VARIABLE}" | sed 's/[\\"]/\\&/g')"'''
+"""The key for a shell, as a string of JSON has it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,10 +111,15 @@ def command_text(agent: CodingAgent, session: AgentSession, arguments: list[str]
 
 
 def _quoted(text: str, key: str) -> str:
-    if not key or key not in text:
+    """Quote `text`, which is JSON if it has a key that JSON escapes. Replace the key."""
+    in_json = json.dumps(key)[1:-1]
+    if in_json != key and in_json in text:
+        parts, variable = text.split(in_json), KEY_IN_JSON
+    elif key and key in text:
+        parts, variable = text.split(key), f'"${KEY_VARIABLE}"'
+    else:
         return shlex.quote(text)
-    parts = (shlex.quote(part) if part else "" for part in text.split(key))
-    return f'"${KEY_VARIABLE}"'.join(parts)
+    return variable.join(shlex.quote(part) if part else "" for part in parts)
 
 
 def _start(program: str, session: AgentSession, arguments: list[str]) -> int:
@@ -115,14 +128,38 @@ def _start(program: str, session: AgentSession, arguments: list[str]) -> int:
     if not session.folder:
         sys.stdout.flush()
         os.execve(program, [program, *session.arguments, *arguments], environment)
+    signal.signal(signal.SIGINT, _let_the_agent_decide)
+    for number in END_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _end)
     with tempfile.TemporaryDirectory(prefix="tidegate-agent-") as folder:
         for path, content in session.files.items():
             file = Path(folder, path)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(content)
-        signal.signal(signal.SIGINT, _let_the_agent_decide)
         own = [session.folder, folder, *session.arguments, *arguments]
-        return subprocess.run([program, *own], env=environment, check=False).returncode
+        return _run([program, *own], environment)
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    """Run a program until it ends, and return its exit code. If SystemExit is raised meanwhile,
+    terminate the program first."""
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            return process.wait()
+        except SystemExit:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            process.kill()
+            raise
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Raise SystemExit, so that the folder with the key is removed. Ignore further signals."""
+    for each in END_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(KILLED + number)
 
 
 def _let_the_agent_decide(*_: object) -> None:

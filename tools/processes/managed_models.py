@@ -239,9 +239,9 @@ class ManagedModels:
 
     def _check_num_names(self, field: str) -> None:
         """Raise InvalidRequest for `field` if no model can get one more name."""
-        num_names = sum(len(model.names) for model in self._models.values())
-        num_names += sum(len(download.names) for download in self._downloads.values())
-        if num_names >= MAX_NAMES:
+        names = [each.names for each in self._models.values()]
+        names += [each.names for each in self._downloads.values()]
+        if sum(map(len, names)) >= MAX_NAMES:
             raise InvalidRequest.at(field, f"the models have {MAX_NAMES} names already")
 
     def _delete(self, connection: int, name: str) -> list[Action]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from worker.attention.base import AttentionBatch
+from worker.device.staging import upload
 
 
 def in_chunks(batch: AttentionBatch, chunk_tokens: int, block_tokens: int) -> AttentionBatch:
@@ -21,25 +23,22 @@ def in_chunks(batch: AttentionBatch, chunk_tokens: int, block_tokens: int) -> At
     The positions and the slots are those of `batch`: only attention reads the result.
     """
     assert chunk_tokens % block_tokens == 0
-    counts, rows, starts = [], [], []
-    lens = batch.context_lens.tolist()
-    for row, (length, count) in enumerate(zip(lens, batch.row_starts.diff().tolist(), strict=True)):
-        first = length - count
-        while first < length:
-            start = first // chunk_tokens * chunk_tokens
-            end = min(start + chunk_tokens, length)
-            counts.append(end - first)
-            rows.append(row)
-            starts.append(start)
-            first = end
+    lens, row_counts = batch.context_lens.numpy(), batch.row_starts.diff().numpy()
+    firsts = (lens - row_counts) // chunk_tokens
+    num_parts = np.where(row_counts > 0, (lens - 1) // chunk_tokens - firsts + 1, 0)
+    rows = np.arange(len(lens)).repeat(num_parts)
+    part = np.arange(len(rows)) - (num_parts.cumsum() - num_parts).repeat(num_parts)
+    chunks = firsts[rows] + part
+    starts = chunks * chunk_tokens
+    ends = np.minimum(starts + chunk_tokens, lens[rows])
+    counts = ends - np.maximum(starts, (lens - row_counts)[rows])
+    bounds = torch.from_numpy(np.concatenate([[0], counts]).cumsum())
+    seen = torch.from_numpy(ends - starts)
     table, width = batch.block_table, batch.block_table.shape[1]
     device = table.device
-    chunk_starts, bounds = torch.tensor(starts), torch.tensor([0, *counts]).cumsum(0)
-    seen = batch.context_lens[rows].clamp_(max=chunk_starts + chunk_tokens).sub_(chunk_starts)
-    columns = (chunk_starts // block_tokens).to(device)[:, None] + torch.arange(
-        width, device=device
-    )
-    blocks = table[torch.tensor(rows, device=device)].gather(1, columns.clamp(max=width - 1))
+    from_rows, first_blocks = upload([rows, starts // block_tokens], device)
+    columns = first_blocks[:, None] + torch.arange(width, device=device)
+    blocks = table.index_select(0, from_rows).gather(1, columns.clamp(max=width - 1))
     is_gpu = batch.device_row_starts is not None
     return replace(
         batch,
