@@ -11,6 +11,7 @@ from collections.abc import Iterable
 PREFIXES = (
     "chatcmpl-",
     "cmpl-",
+    "completion-",
     "embd-",
     "generate-tokens-",
     "infill-",

@@ -17,18 +17,27 @@ WARM_UP_TOKENS = 2
 of work run before the first request."""
 
 
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9)
+ON_GPU = (
+    SamplingParams(temperature=1.0, top_p=0.9, logprobs=1),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=50),
+    SamplingParams(temperature=0.0, logprobs=1),
+)
+"""The requests of a warm-up on a GPU. In the profile run, which uses every feature, filters are
+applied in another way (sampling/filter_chain.py)."""
+
+
 def warm_up(runner: Runner, caches: list[PagedCache], max_len: int) -> None:
     """Run a prompt and, if it fits, a decode step, in blocks that no request holds yet. A second
     item of `caches` is the cache of the draft model or head, which then runs in the same steps.
 
-    On a GPU do so for a drawn and for a greedy token, each with logprobs of the model. They need
-    other kernels than the profile run has launched, and a kernel is compiled at its first launch.
+    On a GPU do so for drawn tokens and for a greedy one. They need other kernels than the profile
+    run has launched, and a kernel is compiled at its first launch.
     """
     prompt, device = min(WARM_UP_TOKENS, max_len), caches[0].rows.device
     blocks = -(-min(prompt + 1, max_len) // caches[0].block_tokens) * caches[0].num_entries
     release: list[SlotRelease] = []
-    temperatures, logprobs = ((1.0,), None) if device.type == "cpu" else ((1.0, 0.0), 1)
-    for generation, temperature in enumerate(temperatures):
+    for generation, params in enumerate((DRAWN,) if device.type == "cpu" else ON_GPU):
         init = SlotInit(
             slot=0,
             generation=generation,
@@ -38,7 +47,7 @@ def warm_up(runner: Runner, caches: list[PagedCache], max_len: int) -> None:
             blocks=Int32.of(range(1, blocks + 1)),
             seed=0,
             stop_ids=[],
-            params=SamplingParams(temperature=temperature, top_p=0.9, logprobs=logprobs),
+            params=params,
         )
         samples = prompt < max_len
         has_draft = len(caches) > 1 and samples  # a head also needs the next token
