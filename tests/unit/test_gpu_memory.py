@@ -421,7 +421,7 @@ class RecordingRunner(Runner):
         return super().step(plan, receive_masks)
 
 
-@pytest.mark.parametrize(("on_gpu", "temperatures"), [(False, [1.0]), (True, [1.0, 0.0])])
+@pytest.mark.parametrize(("on_gpu", "temperatures"), [(False, [1.0]), (True, [1.0, 1.0, 0.0])])
 def test_a_gpu_is_warmed_up_for_drawn_and_for_greedy_tokens(
     tmp_path: Path, on_gpu: bool, temperatures: list[float]
 ) -> None:
