@@ -87,7 +87,7 @@ def first_token(url: str, prompt: str) -> tuple[int, int, float]:
     """Return (length of a prompt, cached tokens, seconds to the first token)."""
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": 1, "add_special_tokens": False}
     start = perf_counter()
-    response = requests.post(f"{url}/v1/completions", json=body, timeout=600)
+    response = requests.post(f"{url}/v1/completions", json=body, timeout=1800)
     seconds = perf_counter() - start
     response.raise_for_status()
     usage = response.json()["usage"]
