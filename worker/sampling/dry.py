@@ -151,7 +151,7 @@ def repeat_lengths(latest: Tensor, longest: Tensor) -> Tensor:
         run = is_equal.long().cumprod(1).sum(1)
         lengths[rows, places] += run
         done += BLOCK
-        kept = where((run == BLOCK) & (done < longest[rows]))
+        kept = ((run == BLOCK) & (done < longest[rows])).nonzero().squeeze(1)
         rows, places = rows[kept], places[kept]
     return lengths.minimum(longest[:, None])
 
