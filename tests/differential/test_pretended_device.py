@@ -63,7 +63,7 @@ LAUNCHES, LAUNCHES_PER_LAYER = 40, 10
 """Most launches of a greedy decode step: some, and some for each layer."""
 DRY = "sampling/dry.py"
 """DRY is computed by torch, and waits for the device several times in a step."""
-CHAIN_LAUNCHES = 140
+CHAIN_LAUNCHES = 200
 """The most launches that DRY, or filters in an order of their own, add to a step."""
 SAMPLING_LAUNCHES = 60
 """Most further launches of a step with any sampling parameters."""
@@ -105,7 +105,7 @@ def on_device(
             capture=device.capture if kind in CAPTURED else None,
             poison=poison,
         )
-        assert not [fault for fault in device.faults if DRY not in fault.line]
+        assert not device.faults
         yield device, worker
 
 
@@ -204,7 +204,7 @@ def test_a_planted_fault_is_found(
         init = slot_init(0, [1, 2, 3], blocks=[1], params=GREEDY)
         plan = step_plan(1, bind=[init], rows=[(0, 0, 3, True)])
         worker.runner.launch(plan).result()
-        assert not [fault for fault in device.faults if DRY not in fault.line]
+        assert not device.faults
         model: Any = worker.runner.components.model
 
         def faulty(hidden: Tensor) -> Tensor:
