@@ -15,8 +15,7 @@ from typing import Any
 NO_KEY = "none"
 """Key for a server without keys: agents refuse to start without one."""
 ANSWER_SHARE = 4
-"""An agent that must be told the length of answers may use one in this many tokens of the
-context."""
+"""For an agent that needs a limit for answers, the limit is the context divided by this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class AgentServer:
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """What an agent's process is started with.
+    """The settings with which an agent's process is started.
 
     arguments    arguments before those of the user
     environment  variables that are added

@@ -105,8 +105,8 @@ class DraftPlanning:
     def _add_head_work(self, step: Schedule, num_running: int) -> None:
         """Plan the work of the head: none if the step requests no drafts and has no prompts.
         Otherwise that of the rows which have either, and of other rows that use it, up to a token
-        budget of entries: the worker reserves memory for so many. The other rows lose the entries
-        whose hidden states the worker does not keep."""
+        budget of entries, for which the worker reserves memory. The other rows lose the entries
+        whose hidden states the worker no longer has."""
         every = list(step.rows())
         rows = [row for row in every if self._speculation.keeps_head(row[0])]
         wanted = {

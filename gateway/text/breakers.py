@@ -66,7 +66,7 @@ def find_breakers(
     texts: Sequence[str], index: TokenIndex, encode: Callable[[str], list[int]]
 ) -> list[DryBreaker]:
     """Return the breakers of texts that are not empty. Raise InvalidRequest, naming the field, if
-    an engine does not accept so many of them.
+    an engine would refuse their number.
 
     index    the tokens of the model
     encode   returns the token ids of a text that follows another one

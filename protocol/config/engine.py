@@ -231,7 +231,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         if self.speculation == "mtp" and self.max_drafts > MAX_HEAD_LAG:
             raise ValueError(
                 f"max_drafts must be at most {MAX_HEAD_LAG} with speculation 'mtp': the worker "
-                "keeps the hidden states of so many positions"
+                "keeps the hidden states of no more positions"
             )
         drafts = 0 if self.speculation == "none" else self.max_drafts
         worker = msgspec.structs.replace(

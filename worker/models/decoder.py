@@ -86,7 +86,7 @@ class AttentionBlock:
 Turn = tuple[CosSin | None, Tensor | None]
 """How queries and keys are turned, and the factors [T, 1, 1] of the queries; None: not at all."""
 Seen = tuple[int | None, int | None] | IndexerSpec
-"""What limits the tokens that a token sees: a window and chunks, or an indexer."""
+"""The limit of the tokens that a token sees: a window and chunks, or an indexer."""
 Recurrence = GatedDelta | Mamba1 | Mamba2 | RgLru | ShortConv
 TokenMixer = AttentionBlock | LatentAttention | Recurrence
 

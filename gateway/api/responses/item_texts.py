@@ -34,7 +34,7 @@ NOTES = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "add
 """Types of items that are neither messages nor calls."""
 NO_RESULT = "The result is not part of this conversation."
 LEFT_OUT = "[{} left out: this model reads text only]"
-"""What the model reads in place of an image or a file."""
+"""The text that replaces an image or a file in the prompt."""
 
 
 class ItemCall(msgspec.Struct, frozen=True):

@@ -77,7 +77,7 @@ class Downloadable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients can download, and what for.
+    """The models that clients can download, and the room for them.
 
     disk_free_bytes  free space on the disk of the downloads
     memory_bytes     memory that all models together may use; 0: not limited

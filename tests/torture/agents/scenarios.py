@@ -1,4 +1,4 @@
-"""What the scripted model does in each scenario, and what must come of it."""
+"""The scenarios: what the scripted model answers, and how the result is checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.scripted_engine import Reply, text_of, text_reply
 
 ANSWER, SECRET, MADE = "Everything is finished.", "KIWI-77", "made.txt"
 RESULT = "<tool>"
-"""What the template writes before a result."""
+"""The marker that the template writes before a tool's result."""
 BLOCK_TOKENS = 16
 Json = dict[str, object]
 
