@@ -1,5 +1,5 @@
-"""Pages can be read and pasted: short sentences, short pages, no source files in pages for users,
-and commands that work with an old curl and show what comes back."""
+"""Pages can be read and pasted: short sentences, short pages, words that the glossary explains, no
+source files in pages for users, and commands for an old curl, with what they print."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ READ = [page for page in PAGES if page.name != "CHANGELOG.md"]
 USERS = ("docs", "docs/start", "docs/use", "docs/models", "docs/operate", "docs/scale")
 """Folders of pages for users. docs/ itself also has two pages for contributors."""
 CONTRIBUTORS = ("architecture.md", "design.md")
+GLOSSARY = ROOT / "docs" / "glossary.md"
+EXPLAINED = {
+    "draft": r"drafts?",
+    "engine": r"engines?",
+    "gateway": r"gateways?",
+    "kv": r"K/V|KV cache",
+    "lease": r"leases?",
+    "packed": r"packed",
+    "preempt": r"preempt\w*",
+    "prefill": r"prefills?",
+    "prefix-cache": r"prefix cache",
+    "slot": r"slots?",
+    "tier": r"tiers?",
+    "worker": r"workers?",
+}
+"""Anchor of the glossary -> words whose first use on a page is a link, to it or to another page."""
+EXPLAINING = ("docs/start", "docs/use", "docs/models")
+"""Folders in which this holds so far."""
+OWN_PAGES = {"packed": "docs/models/memory.md", "kv": "docs/models/memory.md"}
 ADDRESS = "http://127.0.0.1:8000"
 """The server's address, written the same on all pages."""
 NEW_CURL = r"--(?:json|fail-with-body|retry-all-errors|url-query|variable|expand-\w+)\b"
@@ -60,7 +79,7 @@ def sentences(text: str) -> list[str]:
         cells = re.split(r"(?<!\\)\|", paragraph) if paragraph.strip()[:1] == "|" else [paragraph]
         for cell in cells:
             found += _END.split(" ".join(_NAMES.sub("Name", cell).split()))
-    return found
+    return [sentence for sentence in found if sentence]
 
 
 def source_files(text: str) -> list[str]:
@@ -128,6 +147,44 @@ def test_pages_for_users_name_no_source_file() -> None:
         for name in names:
             print(f"{name_of(page)}: {name}")
     assert over(pages, {page: len(names) for page, names in found.items()}, SOURCE_FILES) == {}
+
+
+def unexplained(text: str, words: str) -> str:
+    """Return the line with the first use of `words` in a page's text, if it is not the text of a
+    link; "" if there is none. Headings and what is in code type do not count."""
+    text = _UNREAD.sub(_blank, _GENERATED.sub(_blank, text))
+    text = re.sub(r"`[^`\n]*`|^#.*$|\]\([^)\s]+\)", _blank, text, flags=re.MULTILINE)
+    use = re.search(rf"\b(?:{words})\b", text, re.IGNORECASE)
+    if use is None or text.rfind("[", 0, use.start()) > text.rfind("]", 0, use.start()):
+        return ""
+    return text[text.rfind("\n", 0, use.start()) + 1 :].partition("\n")[0]
+
+
+def _blank(found: re.Match[str]) -> str:
+    """Return as many blanks, and the closing bracket of a link's text."""
+    return "".join(char if char in "\n]" else " " for char in found[0])
+
+
+def test_an_unexplained_word_is_found() -> None:
+    assert unexplained("# A slot\n\nThe `slot` of [a slot](b.md), and a slot.", "slots?") == ""
+    assert unexplained("<!-- slot -->\nNo [lot](slot.md), two Slots.", "slots?").endswith("Slots.")
+
+
+@pytest.mark.parametrize("anchor", EXPLAINED)
+def test_the_first_use_of_a_word_of_the_glossary_is_a_link(anchor: str) -> None:
+    pages = [page for page in DOCS if folder_of(page) in EXPLAINING]
+    found = {name_of(page): unexplained(page.read_text(), EXPLAINED[anchor]) for page in pages}
+    found.pop(OWN_PAGES.get(anchor, ""), None)
+    assert {page: line for page, line in found.items() if line} == {}
+
+
+def test_the_glossary_is_in_order_and_has_one_sentence_for_each_word() -> None:
+    parts = re.split(r"^## ", GLOSSARY.read_text(), flags=re.MULTILINE)[1:]
+    entries = {title: text for title, _, text in (part.partition("\n") for part in parts)}
+    assert list(entries) == sorted(entries, key=str.lower)
+    assert {title: len(sentences(text)) for title, text in entries.items()} == dict.fromkeys(
+        entries, 1
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
