@@ -50,7 +50,7 @@ WORKER = [
 HUB = [  # downloads from the Hugging Face Hub; `tokenizers` requires it as well
     "huggingface_hub>=2,<3",
 ]
-TRANSFORMERS = [  # architectures without a family of ours (docs/models/models.md)
+TRANSFORMERS = [  # architectures without a family of ours (docs/models/transformers.md)
     "transformers>=5.23,<6",
 ]
 CUDA = [  # kernels for GPUs; a torch for CUDA requires its own version of it
