@@ -19,7 +19,6 @@ DECLARED := setup.cfg setup.py worker/kernels/instruction_sets.py $(wildcard wor
 
 help:
 	@echo 'make serve   install Tidegate and serve the default model;        ARGS="--port 8001" passes options on'
-	@echo '             DEVICE=cpu or gpu selects the build of torch (default: gpu if there is an NVIDIA driver)'
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
 	@echo '             ARGS="--repeat 3 --busy 2" runs it three times on a busy machine, to find unsteady tests'
 	@echo 'make test-oldest  test streams with the oldest supported gunicorn and gevent; make test includes this'
@@ -29,6 +28,7 @@ help:
 	@echo '             all ways to compute 200 prompts, whose bits must be the same, and coding agents (hours)'
 	@echo 'make check   check format, lint and types, and run the unit tests; every change must pass'
 	@echo 'make clean   remove $(VENV) and build leftovers; downloaded models stay in the cache'
+	@echo "DEVICE=cpu or gpu selects the build of torch; otherwise it depends on NVIDIA's driver"
 
 serve: $(VENV)/.installed-all
 	@$(BIN)/tidegate serve $(ARGS)
