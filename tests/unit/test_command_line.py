@@ -211,7 +211,7 @@ def test_help_describes_each_option(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")  # wide enough that no word is broken
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help", "all"])
     words = " ".join(capsys.readouterr().out.split())
     assert flag.name in words
     assert " ".join(flag.description.split()) in words
@@ -222,7 +222,7 @@ def test_help_names_both_defaults_of_an_option_that_depends_on_the_device(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help", "all"])
     words = " ".join(capsys.readouterr().out.split())
     assert "same time; 0: automatic (64 on a CPU, 256 on a GPU), or fewer for a model" in words
     assert "requests; 0: automatic (256 on a CPU, 8,192 on a GPU) (from 0 to 1048576" in words

@@ -26,11 +26,12 @@ from protocol.wire.sockets import local_address, run_directory
 from tools.commands.models import add_model, resolve
 from tools.config_file import add_config_option
 from tools.failure import Failure
-from tools.flags import add_flags, build
+from tools.flags import build
 from tools.http.web import ServerReadiness
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import check_device, check_models, log_limits
+from tools.option_groups import add_grouped_flags
 from tools.processes import run_lock
 from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child
@@ -68,8 +69,8 @@ IN_USE = ("an engine already runs at this address ({})", "--address")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_config_option(parser, CONFIGS)
-    for title, config in CONFIGS:
-        add_flags(parser, config, title=title)
+    configs = [config for _, config in CONFIGS]
+    add_grouped_flags(parser, configs, also_first=("role", "kv_address", "cluster_key"))
 
 
 def plan(

@@ -43,7 +43,7 @@ from tools.cluster.command import (
 from tools.commands.models import add_model, resolve
 from tools.config_file import add_config_option, api_keys_in_effect
 from tools.failure import Failure
-from tools.flags import add_flags, build
+from tools.flags import build
 from tools.http.web import KEY_VARIABLE, WebServer
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import free_space, home, path_note
@@ -60,6 +60,7 @@ from tools.models.preflight import (
 from tools.models.pulling import served_name
 from tools.models.stored import hub_cache
 from tools.models.trials import PassedTrials
+from tools.option_groups import add_grouped_flags
 from tools.processes import run_lock
 from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child, Command, module_command, run_module
@@ -110,18 +111,9 @@ examples:
   tidegate serve model.gguf --port 8001           a GGUF file, on another port
   tidegate serve Qwen/Qwen3-0.6B                  a model on the Hugging Face Hub (tidegate pull)
   tidegate serve --max-len 4096 --max-slots 16    use less memory: shorter and fewer requests
-  tidegate serve --served-name small --gateways 2
-  tidegate serve --render-only DIRECTORY          render, derender and tokenize, without an engine
   tidegate serve Qwen/Qwen3-0.6B big=./model.gguf --load first-use --max-loaded 1
                                                   two models, one in memory at a time
-  tidegate serve --models models.toml             several models, each with options of its own
-  tidegate serve --split                          two engines: one for prompts, one for answers
   tidegate serve --replicas 2                     two engines of the model; streams survive one
-  tidegate serve --engines tcp://a:5600,tcp://b:5600 --cluster-key cluster.key
-                                                  the same with engines on other hosts
-  tidegate serve --cluster auto --replicas 4      four engines, placed on the nodes by Ray
-  tidegate serve --prefill tcp://a:5600 --decode tcp://b:5600 --cluster-key cluster.key
-                                                  engines on other hosts (tidegate engine --help)
 """
 
 CONFIGS = (
@@ -145,8 +137,7 @@ CHECK_TIMEOUT_S = 60
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, several=True)
     add_config_option(parser, CONFIGS, several=True)
-    for title, config in CONFIGS:
-        add_flags(parser, config, title=title)
+    add_grouped_flags(parser, [config for _, config in CONFIGS])
 
 
 def plan(options: Mapping[str, Any], style: LogStyle = "text") -> ServePlan:
