@@ -70,7 +70,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 KeyFile = Annotated[
-    str, about("file with the cluster key, made by `tidegate key FILE`", path="file")
+    str, about("file with the cluster key, made by `tidegate cluster-key FILE`", path="file")
 ]
 SharedKey = Annotated[
     str, about("file that holds the cluster key shared by all engines of one cluster", wiring=True)

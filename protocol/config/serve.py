@@ -240,4 +240,6 @@ class SoloConfig(SupervisorConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.cluster_key:
-            raise ValueError("cluster_key is required: create a key file with `tidegate key FILE`")
+            raise ValueError(
+                "cluster_key is required: create a key file with `tidegate cluster-key FILE`"
+            )

@@ -311,10 +311,10 @@ def test_a_key_file_is_written_once_and_its_path_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "cluster.key")
-    assert main(["key", path]) == 0
+    assert main(["cluster-key", path]) == 0
     assert path in capsys.readouterr().out
     assert read_cluster_key(path) is not None
-    assert main(["key", path]) == 1
+    assert main(["cluster-key", path]) == 1
     assert capsys.readouterr().err == f"tidegate: cannot write {path}: File exists\n"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from tools.__main__ import COMMANDS, build_parser, main
+from tools.__main__ import COMMAND_GROUPS, COMMANDS, OLD_NAMES, build_parser, main
 from tools.commands import engine, serve
 from tools.flags import OneLineParser, flags_of
 from tools.option_groups import GROUPS, grouped
@@ -123,3 +123,21 @@ def test_help_ignores_a_word_that_is_not_all(capsys: pytest.CaptureFixture[str])
 
 def test_a_command_with_few_options_has_one_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all options" not in printed(capsys, "ps", "--help")
+
+
+def test_the_commands_are_listed_in_groups_each_once(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help")
+    for title, group in COMMAND_GROUPS.items():
+        listed = text.partition(f"\n{title}:\n")[2].partition("\n\n")[0].splitlines()
+        assert [re.split(" {2,}", line.strip()) for line in listed] == [
+            [*each] for each in group.items()
+        ]
+    assert sum(map(len, COMMAND_GROUPS.values())) == len(COMMANDS)
+
+
+@pytest.mark.parametrize(("old", "name"), OLD_NAMES.items())
+def test_an_old_name_of_a_command_works_and_is_not_listed(
+    old: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printed(capsys, old, "--help") == printed(capsys, name, "--help")
+    assert f"  {old} " not in printed(capsys, "--help")

@@ -50,7 +50,7 @@ Ctrl-C lets open requests finish and then stops the engine; a second Ctrl-C stop
 """
 
 EXAMPLES = """\
-example with three hosts that share a cluster.key (tidegate key cluster.key):
+example with three hosts that share a cluster.key (tidegate cluster-key cluster.key):
   a$ tidegate engine --role prefill --address tcp://0.0.0.0:5600 --kv-address tcp://a:5601 \\
        --cluster-key cluster.key
   b$ tidegate engine --role decode --address tcp://0.0.0.0:5600 --cluster-key cluster.key
