@@ -121,7 +121,7 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"__main__", "cluster", "completion"},
         {"bench", "batches", "chat", "config_file"},
         {"models", "libraries", "processes"},
-        {"http", "top", "flags", "paths", "torch_build"},
+        {"http", "top", "flags", "option_groups", "paths", "torch_build"},
         {"terminal", "failure", "doctor_findings", "other_servers", "agents", "sizes"},
     ),
     "simulator": (
