@@ -55,10 +55,11 @@ class StaticFile:
     digest: str
 
     @classmethod
-    def from_path(cls, path: Path) -> StaticFile:
+    def from_path(cls, path: Path, content_type: str = "") -> StaticFile:
+        """Read a file. Without `content_type`, it is that of the suffix in `CONTENT_TYPES`."""
         data = path.read_bytes()
         return cls(
-            content_type=CONTENT_TYPES[path.suffix],
+            content_type=content_type or CONTENT_TYPES[path.suffix],
             data=data,
             gzipped=gzip.compress(data, mtime=0),
             digest=hashlib.sha256(data).hexdigest()[:16],

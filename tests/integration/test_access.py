@@ -27,7 +27,7 @@ KEYS = {
     "boss": KeyEntry(digest=digest_of(BOSS), scopes=["inference", "admin"]),
     "watch": KeyEntry(digest=digest_of(WATCH), scopes=["metrics"]),
 }
-PUBLIC = {"/livez", "/startupz", "/readyz", "/health", "/", "/docs", "/web/some-id"}
+PUBLIC = {"/livez", "/startupz", "/readyz", "/health", "/", "/reference", "/docs", "/docs/", "/docs/some-id", "/web/some-id"}
 CANARY = "canary-in-a-coal-mine"
 
 

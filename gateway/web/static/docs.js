@@ -131,7 +131,7 @@ class Reference {
     const { operationId: id, path, method, summary } = operation;
     const badge = () =>
       h("span", { class: `method ${method}` }, method === "delete" ? "DEL" : method.toUpperCase());
-    const address = new URL(`docs#${id}`, BASE).href;
+    const address = new URL(`reference#${id}`, BASE).href;
     const parts = path.split(/(?=[/_])/).map((part) => [h("wbr"), part]); // a long path breaks here
     const link = h("li", {}, h("a", { href: address }, badge(), h("span", {}, parts)));
     const head = h(

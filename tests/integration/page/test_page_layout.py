@@ -11,7 +11,7 @@ from tests.support.scripted_engine import ScriptedEngine, text_reply
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-TABS = ("/", "/#compare", "/docs", "/docs#post_v1_chat_completions")
+TABS = ("/", "/#compare", "/reference", "/reference#post_v1_chat_completions")
 WIDE = f"""
 A long word: {"x" * 300} and https://example.com/{"y" * 300}
 
