@@ -106,7 +106,7 @@ def bias_of_pairs(
     for place, (target, bias) in enumerate(pairs):
         param = f"logit_bias[{place}]"
         if bias is True:
-            raise InvalidRequest.at(f"{param}[1]", "must be a number, or false to ban the token")
+            raise InvalidRequest.wrong(f"{param}[1]", "a number, or false to ban the token", True)
         if isinstance(target, int):
             ids = [target]
         else:
