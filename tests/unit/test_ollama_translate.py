@@ -96,8 +96,7 @@ def test_a_tool_that_is_no_function_is_refused() -> None:
     function = {"type": "function", "function": {"name": "a"}}
     custom = {"type": "custom", "custom": {"name": "b"}}
     body = OllamaChatBody(model="m", messages=[], tools=[function, custom])
-    with pytest.raises(
-        InvalidRequest, match='must be "function"; got the text "custom"'
-    ) as refusal:
+    words = 'must be "function"; got the text "custom"'
+    with pytest.raises(InvalidRequest, match=words) as refusal:
         chat_of(body)
     assert refusal.value.param == "tools[1].type"
