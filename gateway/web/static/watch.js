@@ -57,7 +57,7 @@ class WatchTab {
       root,
       h(
         "div",
-        { class: "watch-page" },
+        { class: "page watch-page" },
         h("div", { class: "row watch-head" }, h("h1", {}, "Watch"), this.state, this.pause),
         this.problem,
         this.places,
