@@ -230,12 +230,17 @@ def past_points(steps: Sequence[StepSummary], now_s: float) -> list[PastPoint]:
     recorded. Steps do not tell times to first tokens, nor how many drafts were accepted, so the
     tokens of an answer count as one per step."""
     window = int(WINDOW_S)
-    tokens = [0] * (window + MAX_PAST)
+    tokens = [0.0] * (window + MAX_PAST)
     gaps: list[Counter[int]] = [Counter() for _ in tokens]
     for step in steps:
-        age = int(now_s - step.ended_s)
-        if 0 <= age < len(tokens):
-            tokens[age] += step.decode
+        ended = max(0.0, now_s - step.ended_s)
+        age = int(ended)
+        if age < len(tokens):
+            # An entry lasts up to a second, so a part of it may be in the second before.
+            began = ended + step.busy_s
+            before = min(1.0, max(0.0, began - age - 1) / step.busy_s) if step.busy_s else 0.0
+            tokens[age] += step.decode * (1 - before)
+            tokens[min(age + 1, len(tokens) - 1)] += step.decode * before
             gaps[age][bucket(step.busy_s / step.count)] += step.decode
     # Nothing is known of the time before the first recorded step, unless it was the engine's first.
     is_all_known = not steps or steps[0].first <= 1

@@ -168,6 +168,12 @@ def test_the_curves_before_the_first_report_come_from_the_steps() -> None:
     assert by_age[0].gap == pytest.approx(0.05, rel=0.2)
 
 
+def test_steps_that_share_an_entry_count_in_the_seconds_in_which_they_were() -> None:
+    run = StepSummary(1, 10, 0, 40, 0, 0.8, 0.1, 98.2)
+    by_age = past_points([run], 100.0)[::-1]
+    assert [round(by_age[age].tokens_per_s) for age in (0, 1, 2, 3)] == [0, 10, 30, 0]
+
+
 def test_a_gap_leaves_the_curve_after_a_minute() -> None:
     points = past_points([a_run(1, 20.5, decode=1)], 100.0)
     assert [point.gap is not None for point in points].count(True) == WINDOW_S
