@@ -25,11 +25,11 @@ def page(service: Service, context: RequestContext) -> Response:
 
 
 @routes.get(
-    "/web/<name>",
-    is_probe=True,  # a visit to the page loads all files
+    "/web/<path:name>",
+    is_probe=True,  # a visit to the page loads many files
     about="A file of the web page.",
-    text_types=tuple(CONTENT_TYPES.values()),
-    parameters=(Parameter("name", "Name of the file.", place="path"),),
+    text_types=tuple(kind.partition(";")[0] for kind in CONTENT_TYPES.values()),
+    parameters=(Parameter("name", "Path of the file.", place="path"),),
 )
 def web_file(service: Service, context: RequestContext, name: str) -> Response:
     return _file(service, name)
@@ -42,14 +42,11 @@ def _file(service: Service, name: str) -> Response:
     found = static_files().get(name)
     if found is None:
         raise NoSuchRoute(f"the web page has no file {name!r}")
-    is_gzipped = request.accept_encodings.quality("gzip") > 0
-    response = Response(
-        found.gzipped if is_gzipped else found.data,
-        content_type=f"{found.content_type}; charset=utf-8",
-    )
+    gzipped = found.gzipped if request.accept_encodings.quality("gzip") > 0 else None
+    response = Response(found.data if gzipped is None else gzipped, content_type=found.content_type)
     response.headers.update(HEADERS)
-    if is_gzipped:
+    if gzipped is not None:
         response.headers["Content-Encoding"] = "gzip"
-    response.set_etag(f"{found.digest}-gzip" if is_gzipped else found.digest)
+    response.set_etag(found.digest if gzipped is None else f"{found.digest}-gzip")
     response.make_conditional(request)
     return response
