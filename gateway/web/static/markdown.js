@@ -6,13 +6,11 @@
 // addresses only, and pictures are shown as links, because loading one would send data to another
 // host.
 //
-// Formulas ($...$, $$...$$, \(...\) and \[...\]) are shown as they were written, so that the backslashes
-// and underscores in them are not taken for markdown.
-//
 // The time is proportional to the length of the text: searches that fail are not repeated, and
 // nesting deeper than MAX_DEPTH is shown as it is.
 
 import { copyButton, h } from "./dom.js";
+import { formulaElement } from "./formula-view.js";
 import { displayEnd, formulaEnd } from "./formulas.js";
 
 const MAX_DEPTH = 12;
@@ -202,7 +200,7 @@ const RENDERERS = {
     if (end === 0 || text[end - 1] === " ") text = text.slice(0, end).trim();
     return h(`h${Math.min(level + 2, 6)}`, {}, inline(text)); // the page has h1 and h2 itself
   },
-  formula: (lines) => h("p", { class: "formula" }, lines.join("\n")),
+  formula: (lines) => formulaElement("div", lines.join("\n")),
   rule: () => h("hr"),
   quote: (lines, depth) =>
     h(
@@ -423,10 +421,9 @@ function codeEnd(text, at, failed) {
   return null;
 }
 
-/** Return a formula as it was written, or null. */
 function formula(text, at, depth, failed) {
   const end = formulaEnd(text, at, failed);
-  return end === null ? null : { node: text.slice(at, end), end };
+  return end === null ? null : { node: formulaElement("span", text.slice(at, end)), end };
 }
 
 const TAGS = { "*": "em", _: "em", "**": "strong", __: "strong", "~~": "del" };
