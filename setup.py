@@ -44,16 +44,16 @@ WORKER = [
 HUB = [  # downloads from the Hugging Face Hub; `tokenizers` requires it as well
     "huggingface_hub>=2,<3",
 ]
-TRANSFORMERS = [  # architectures without a family of ours (docs/models.md)
+TRANSFORMERS = [  # architectures without a family of ours (docs/models/models.md)
     "transformers>=5.23,<6",
 ]
 CUDA = [  # kernels for GPUs; a torch for CUDA requires its own version of it
     "triton>=3.6,<4; sys_platform == 'linux' and platform_machine in 'x86_64 aarch64'",
 ]
-CLUSTER = [  # tidegate serve --cluster (docs/cluster.md)
+CLUSTER = [  # tidegate serve --cluster (docs/scale/cluster.md)
     "ray>=2.60,<3",
 ]
-OTEL = [  # request traces (docs/metrics.md)
+OTEL = [  # request traces (docs/operate/metrics.md)
     "opentelemetry-exporter-otlp-proto-http>=1.27,<2",
     "opentelemetry-sdk>=1.27,<2",
 ]

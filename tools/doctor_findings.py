@@ -100,7 +100,7 @@ def environment(ignored: Sequence[str]) -> Finding:
     """Judge the variables of the environment that the processes of a server do not get."""
     if not ignored:
         return Finding("environment", "no variable is ignored")
-    remedy = "use options instead (docs/configuration.md)"
+    remedy = "use options instead (docs/operate/configuration.md)"
     return Finding("environment", f"ignored: {', '.join(ignored)}", Verdict.DOUBT, remedy)
 
 

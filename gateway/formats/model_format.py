@@ -130,9 +130,9 @@ class AnswerStart(msgspec.Struct, frozen=True):
 class ModelOutputFormat:
     """The formats of one model's answers.
 
-    tools, reasoning  as parameters: the name of a format from docs/formats.md, or "auto" to detect
-                      it. As attributes: the name of the format in use; None if answers are not
-                      parsed for calls, or not for reasoning
+    tools, reasoning  as parameters: the name of a format from docs/use/formats.md, or "auto" to
+                      detect it. As attributes: the name of the format in use; None if answers
+                      are not parsed for calls, or not for reasoning
     why               attribute: why these formats were selected, as a text for the operator
     teachable         parameter: whether the chat template omits tools, so that the gateway may
                       describe them in the prompt

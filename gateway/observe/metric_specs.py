@@ -1,6 +1,6 @@
 """The metrics of a gateway process, each declared once with its name, help, labels and buckets.
 
-A test compares docs/metrics.md with this file. The metrics of engines are in metrics.py.
+A test compares docs/operate/metrics.md with this file. The metrics of engines are in metrics.py.
 """
 
 from __future__ import annotations

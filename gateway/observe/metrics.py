@@ -1,4 +1,5 @@
-"""The metrics of a gateway, as Prometheus text. docs/metrics.md lists their names and meanings.
+"""The metrics of a gateway, as Prometheus text. docs/operate/metrics.md lists their names and
+meanings.
 
 Most metrics are sums over `RequestRecord`s. Only `Metrics.count` adds to them, when a request ends.
 So they agree with the access log, and they include aborted, refused and failed requests. The

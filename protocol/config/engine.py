@@ -125,7 +125,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "address where KV events are published over ZeroMQ as vLLM does, for routers that send "
-            "a prompt to the server that has cached it (docs/routers.md); ipc://PATH or "
+            "a prompt to the server that has cached it (docs/scale/routers.md); ipc://PATH or "
             "tcp://HOST:PORT. The events contain the token ids of prompts and answers. Default: "
             "no KV events"
         ),

@@ -59,10 +59,10 @@ DefaultSampling = Annotated[
     ),
 ]
 ToolFormat = Annotated[
-    str, about("syntax of the model's tool calls: a name from docs/formats.md, or auto")
+    str, about("syntax of the model's tool calls: a name from docs/use/formats.md, or auto")
 ]
 ReasoningFormat = Annotated[
-    str, about("syntax of the model's reasoning: a name from docs/formats.md, auto, or none")
+    str, about("syntax of the model's reasoning: a name from docs/use/formats.md, auto, or none")
 ]
 
 

@@ -104,7 +104,7 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
         str,
         about(
             "file with several models in place of MODEL: TOML tables [[model]] with path, name, "
-            "alias, and options of this command (docs/several-models.md)",
+            "alias, and options of this command (docs/models/several-models.md)",
             path="file",
         ),
     ] = ""

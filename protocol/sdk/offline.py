@@ -9,7 +9,7 @@
         print(result.message, result.usage)
 
 The answers are those of the HTTP API, and so are the parameters: the fields of POST
-/v1/completions and /v1/chat/completions (docs/batches.md).
+/v1/completions and /v1/chat/completions (docs/use/batches.md).
 
 An LLM has three child processes: one that starts and watches the other two, the engine (with its
 worker), and the text process, which is a gateway without HTTP. They end with the LLM (`close`), and

@@ -38,8 +38,8 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
     trace: Annotated[
         str,
         about(
-            "file of arrivals, as JSON lines or CSV, instead of a workload (docs/scale.md lists "
-            "the columns; those of the Azure and Mooncake traces are known)"
+            "file of arrivals, as JSON lines or CSV, instead of a workload (docs/scale/scale.md "
+            "lists the columns; those of the Azure and Mooncake traces are known)"
         ),
     ] = ""
     speed: Annotated[float, about("play a trace this many times as fast", gt=0, le=1e6)] = 1.0

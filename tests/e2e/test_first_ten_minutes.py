@@ -1,4 +1,5 @@
-"""docs/first-ten-minutes.md, as a newcomer pastes it: all its commands in one shell, in order.
+"""docs/start/first-ten-minutes.md, as a newcomer pastes it: all its commands in one shell, in
+order.
 
 What the page shows is compared with what the commands print, apart from numbers, times and ids. An
 answer of the model may be another one on another machine, so it is only required.

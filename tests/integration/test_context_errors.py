@@ -1,8 +1,8 @@
 """A prompt that is too long, as clients recognise it.
 
 Clients summarise or shorten a conversation if they recognise this error, and end otherwise. Each of
-them searches for words or a code, which docs/errors.md lists. A client that is installed is asked
-itself; of the others, the patterns are written down here as in their sources.
+them searches for words or a code, which docs/use/errors.md lists. A client that is installed is
+asked itself; of the others, the patterns are written down here as in their sources.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The generated parts of docs/agents.md.
+"""The generated parts of docs/use/agents.md.
 
 `python -m tests.support.agents_page` prints the settings of all agents. The table of scenarios is
 written by `python -m tests.torture.agents --page`.
@@ -12,7 +12,7 @@ from tests.support.processes import ROOT
 from tools.agents import AGENTS, AgentServer, CodingAgent
 from tools.commands.launch import command_text
 
-PAGE = ROOT / "docs" / "agents.md"
+PAGE = ROOT / "docs" / "use" / "agents.md"
 SERVER = AgentServer("http://127.0.0.1:8000", "my-model", 65536)
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TOP_PAGES = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
-PAGES = [*(ROOT / name for name in TOP_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
-FIRST_TEN_MINUTES = ROOT / "docs" / "first-ten-minutes.md"
+PAGES = [*(ROOT / name for name in TOP_PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
+FIRST_TEN_MINUTES = ROOT / "docs" / "start" / "first-ten-minutes.md"
 """A page whose commands start and stop servers. tests/e2e/test_first_ten_minutes.py runs it."""
 SHELL, PYTHON = ("sh", "console"), "python"
 LANGUAGES = {*SHELL, PYTHON, "json", "toml", "yaml", "text"}

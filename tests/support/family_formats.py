@@ -1,6 +1,7 @@
 """Published chat templates of model families, and the formats that their models write.
 
-`python -m tests.support.family_formats` prints the table of chat templates in docs/models.md.
+`python -m tests.support.family_formats` prints the table of chat templates in
+docs/models/models.md.
 
 The templates are in tests/data/chat_templates. Qwen's and Mistral's are published under Apache 2.0.
 """

@@ -213,4 +213,5 @@ TRUTH: list[tuple[str, str, bool, str]] = [
     ("none", "one", False, "stop"),
     ("none", "one", True, "length"),
 ]
-"""The table of finish reasons in docs/formats.md, which holds for streams and for whole answers."""
+"""The table of finish reasons in docs/use/formats.md, which holds for streams and for whole
+answers."""

@@ -1,5 +1,5 @@
-"""docs/agents.md agrees with the settings of `tidegate launch`, and its table of results is that of
-the versions and scenarios that are tested now."""
+"""docs/use/agents.md agrees with the settings of `tidegate launch`, and its table of results is
+that of the versions and scenarios that are tested now."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ def test_the_refusal_of_an_unknown_architecture_says_which_are_supported() -> No
             find_family(config)
         message = refused.value.message
         assert message.endswith(
-            "and through transformers (the extra tidegate[transformers]) those that docs/models.md "
-            "lists"
+            "and through transformers (the extra tidegate[transformers]) those that "
+            "docs/models/models.md lists"
         )
         assert "lama" in message
         assert "..." not in message

@@ -177,7 +177,7 @@ def test_the_limits_of_a_library_are_those_of_its_twin(
 
 def test_every_value_of_the_option_selects_a_backend_and_is_in_the_documentation() -> None:
     values = set(get_args(AttentionBackend)) - {"auto"}
-    page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "operate" / "gpus.md").read_text(encoding="utf-8")
     table = page.split("\n## Attention\n")[1].split("\n## ")[0]
     assert {backend.option for backend in BACKENDS} == values
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == values

@@ -8,7 +8,7 @@ import pytest
 
 from tools.processes.child_environment import child_environment, left_out, table
 
-DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[2] / "docs" / "operate" / "configuration.md"
 IGNORED = """
 GUNICORN_CMD_ARGS GUNICORN_FD GUNICORN_PID WEB_CONCURRENCY FORWARDED_ALLOW_IPS SENDFILE LISTEN_FDS
 FLASK_DEBUG FLASK_RUN_HOST WERKZEUG_DEBUG_PIN WERKZEUG_RUN_MAIN

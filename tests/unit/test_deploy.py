@@ -40,7 +40,8 @@ DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "tidegate.service"
 PROBES = {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
 GRACE_S = 5.0
-"""Seconds after `--drain-s` until a process that still runs is killed: see docs/operations.md."""
+"""Seconds after `--drain-s` until a process that still runs is killed: see
+docs/operate/operations.md."""
 _HISTOGRAM = re.compile(r"_(bucket|sum|count)$")
 _LABELS = re.compile(r"\bby \(([^)]*)\)")
 

@@ -88,8 +88,8 @@ def test_a_page_is_cut_into_its_blocks(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
-# ---- the output that docs/bench.md shows
-PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+# ---- the output that docs/operate/bench.md shows
+PAGE = (Path(__file__).parents[2] / "docs" / "operate" / "bench.md").read_text()
 BENCH_COMMANDS = re.findall(r"^\$ tidegate (.*)$", PAGE, re.MULTILINE)
 
 

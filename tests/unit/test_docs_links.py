@@ -14,7 +14,7 @@ from tests.support.docs_blocks import PAGES, ROOT
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ("http://", "https://", "mailto:")
-GUIDES = ("adding.md", "architecture*.md", "design*.md")
+GUIDES = ("architecture.md", "design.md", "contribute/adding*.md", "contribute/architecture-*.md")
 """Pages for contributors in docs/. They and CONTRIBUTING.md have at most MAX_GUIDE_BYTES."""
 MAX_GUIDE_BYTES = 20_000
 PLACE = re.compile(r"`([\w/]+\.(?:py|js|h))`\s+\(([^()]+)\)")
@@ -57,7 +57,9 @@ def test_pages_for_contributors_are_short_enough_to_be_read() -> None:
     assert {name: size for name, size in sizes.items() if size > MAX_GUIDE_BYTES} == {}
 
 
-@pytest.mark.parametrize("page", ["adding.md", "formats.md"])
+@pytest.mark.parametrize(
+    "page", ["contribute/adding.md", "contribute/adding-models.md", "use/formats.md"]
+)
 def test_names_that_a_guide_places_in_a_file_are_in_that_file(page: str) -> None:
     places = PLACE.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
     named = [(file, name) for file, text in places for name in re.findall(r"`(\w+)`", text)]

@@ -1,5 +1,5 @@
 """The class of an error determines what the client receives and what is logged (law 17 of
-docs/laws.md).
+docs/contribute/laws.md).
 
 Tests over sockets check that a WireError is dropped and counted:
 `tests/integration/test_mailbox.py` for the engine, `tests/integration/test_fuzz.py` for every

@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric in `/metrics` and no other, each with its labels."""
+"""docs/operate/metrics.md names every metric in `/metrics` and no other, each with its labels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def every_name() -> set[str]:
 
 
 def test_every_series_is_in_the_documentation_and_no_other() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs" / "operate" / "metrics.md").read_text()
     assert set(SERIES.findall(text)) == every_name()
 
 
@@ -84,7 +84,7 @@ def labels_of_series() -> dict[str, set[str]]:
 
 
 def test_every_series_has_the_labels_that_the_documentation_names() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs" / "operate" / "metrics.md").read_text()
     documented = {
         name.removesuffix("_total"): set(CODE.findall(labels))
         for names, labels in ROW.findall(text)
@@ -94,7 +94,7 @@ def test_every_series_has_the_labels_that_the_documentation_names() -> None:
 
 
 def test_every_alias_has_the_labels_that_the_documentation_names() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs" / "operate" / "metrics.md").read_text()
     section = text.partition("### Under vLLM's names")[2].partition("\n#")[0]
     shared = CODE.findall(section.partition("The series have the label ")[2].partition(" (")[0])
     assert shared == ["model_name"]

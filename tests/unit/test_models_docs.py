@@ -1,5 +1,5 @@
-"""docs/models.md agrees with the table of families, the lists of other architectures, the keys of
-generation_config.json, and the formats of published templates."""
+"""docs/models/models.md agrees with the table of families, the lists of other architectures, the
+keys of generation_config.json, and the formats of published templates."""
 
 from __future__ import annotations
 
@@ -27,5 +27,7 @@ from worker.spec import architectures, wrappers
 )
 def test_a_part_of_the_page_is_what_its_module_prints(mark: str, table: Callable[[], str]) -> None:
     """`python -m` with the module prints the part."""
-    _, _, rest = (ROOT / "docs" / "models.md").read_text().partition(f"<!-- {mark} -->\n")
+    _, _, rest = (
+        (ROOT / "docs" / "models" / "models.md").read_text().partition(f"<!-- {mark} -->\n")
+    )
     assert rest.partition(f"\n<!-- /{mark} -->")[0] == table()

@@ -1,4 +1,4 @@
-"""docs/formats.md agrees with the code."""
+"""docs/use/formats.md agrees with the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.generation.request import NOT_CALLED
 from gateway.prompt.kwargs import REASONING_EFFORTS
 from tests.support.scenarios import TRUTH
 
-PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "use" / "formats.md").read_text()
 
 
 def words(text: str) -> list[str]:

@@ -68,9 +68,9 @@ def test_no_class_name_stands_twice(tracked: list[Path]) -> None:
 
 
 def test_each_law_names_its_tests() -> None:
-    """docs/laws.md has a row for each law, which names existing tests, and says which laws are not
-    built."""
-    page = (ROOT / "docs" / "laws.md").read_text(encoding="utf-8")
+    """docs/contribute/laws.md has a row for each law, which names existing tests, and says which
+    laws are not built."""
+    page = (ROOT / "docs" / "contribute" / "laws.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
     assert [int(number) for number, _, _ in rows] == list(range(1, NUM_LAWS + 1))
     for number, _, tests in rows:

@@ -39,7 +39,9 @@ examples:
   tidegate keys revoke keys.toml alice
 """
 
-NEW_FILE = "# Keys of Tidegate's HTTP API; see docs/security.md and `tidegate keys --help`.\n"
+NEW_FILE = (
+    "# Keys of Tidegate's HTTP API; see docs/operate/security.md and `tidegate keys --help`.\n"
+)
 MODE = 0o600
 MIN_OWN_LETTERS = 20
 """The minimum length of a key from --stdin. A shorter one could be guessed."""

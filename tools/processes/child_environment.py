@@ -3,7 +3,7 @@
 The command line decides where a server listens, how many processes and threads it has, and what it
 answers. Libraries read variables that would change these decisions, often above the options that we
 pass to them, so the processes do not get such variables. All others are passed on:
-docs/configuration.md lists both kinds.
+docs/operate/configuration.md lists both kinds.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def warn_of_left_out(terminal: Terminal) -> None:
     if names := left_out():
         terminal.warn(
             f"ignored variables of the environment: {', '.join(names)}; options decide instead "
-            "(docs/configuration.md)"
+            "(docs/operate/configuration.md)"
         )
 
 
 def table() -> str:
-    """Return the rows of LEFT_OUT in Markdown, as docs/configuration.md has them."""
+    """Return the rows of LEFT_OUT in Markdown, as docs/operate/configuration.md has them."""
     head = ["| variables | read by | what they could change |", "|---|---|---|"]
     rows = [
         f"| {', '.join(f'`{name}`' for name in each.names)} | {each.library} | {each.effect} |"

@@ -182,8 +182,9 @@ def _wrong(key: str, value: Any, wanted: str) -> UnusableModel:
 
 
 def documented() -> str:
-    """Return the tables for docs/models.md, as Markdown: the keys of generation_config.json that
-    are applied, those without an effect, and those that are only named in the log."""
+    """Return the tables for docs/models/models.md, as Markdown: the keys of
+    generation_config.json that are applied, those without an effect, and those that are only
+    named in the log."""
     lines = [
         *("| applied | sets |", "|---|---|"),
         *(f"| {_code(names)} | {meaning} |" for names, meaning in _APPLIED.items()),

@@ -71,8 +71,8 @@ def layout(
     - "both" with compiled kernels: packed weights, to which `settle` may add dense copies.
 
     With activations "int8", quantised weights round their inputs. "auto" does so in bfloat16 if
-    the kernels multiply integers faster (docs/performance.md). Raises UnusableModel if activations
-    are "int8" and the weights are dense.
+    the kernels multiply integers faster (docs/contribute/performance.md). Raises UnusableModel if
+    activations are "int8" and the weights are dense.
     """
     if isinstance(kernels, NativeKernels) and form != "dense":
         is_faster = dtype == torch.bfloat16 and kernels.name != SLOW_WITH_INTEGERS

@@ -50,7 +50,7 @@ class EncodeFields(msgspec.Struct, frozen=True, kw_only=True):
                              absent, a longer input is an error
     priority                 lower values are served first
     timeout_s, queue_timeout_s   limits in seconds on the total time and the time in the queue; see
-                             docs/load.md
+                             docs/operate/load.md
     user                     without effect
     strict_params            refuse fields that have no effect
     """

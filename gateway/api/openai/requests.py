@@ -269,12 +269,12 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     cache_salt          requests share cached prompts only if their salts are equal
     priority            lower values are scheduled first
     timeout_s, queue_timeout_s   limits in seconds on the total time and the time in the queue;
-                        see docs/load.md
+                        see docs/operate/load.md
     return_token_ids    include the token ids of prompt and answer
     prompt_logprobs     include logprobs of the prompt tokens and of this many top tokens
     logprob_token_ids   token ids whose logprobs are included in addition to the top tokens
     kv_transfer_params  for routers: do_remote_decode, or do_remote_prefill with a handle; see
-                        docs/api-tokens.md
+                        docs/use/api-tokens.md
     strict_params       refuse fields that have no effect
     timings             include how long each stage took
     """

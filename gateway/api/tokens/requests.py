@@ -113,10 +113,10 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt       requests share cached prompts only if their salts are equal
     priority         lower values are scheduled first
     timeout_s, queue_timeout_s   limits in seconds on the total time and the time in the queue; see
-                     docs/load.md
+                     docs/operate/load.md
     grammar          a complete grammar, instead of structured_outputs
     kv_transfer_params   for routers: do_remote_decode, or do_remote_prefill with a handle; see
-                     docs/api-tokens.md
+                     docs/use/api-tokens.md
     strict_params    refuse fields that have no effect
     timings          include how long each stage took
     """

@@ -64,7 +64,9 @@ def main() -> int:
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
     parser.add_argument("--newest", action="store_true", help="install the newest versions")
     parser.add_argument("--folder", default=str(FOLDER), help=f"default: {FOLDER}")
-    parser.add_argument("--page", action="store_true", help="write the results to docs/agents.md")
+    parser.add_argument(
+        "--page", action="store_true", help="write the results to docs/use/agents.md"
+    )
     options = parser.parse_args()
     if options.page and (options.agent or options.scenario or options.newest):
         parser.error("--page needs all agents and scenarios, with the tested versions")
@@ -86,7 +88,7 @@ def _kept(runs: Iterator[AgentRun], kept: list[AgentRun]) -> Iterator[AgentRun]:
 
 
 def _scenario_table(runs: Sequence[AgentRun]) -> str:
-    """Return the table in docs/agents.md. Agents that were not installed have no row."""
+    """Return the table in docs/use/agents.md. Agents that were not installed have no row."""
     found = {(run.variant, run.scenario): run for run in runs}
     rows = [
         (row_name(variant), [found[variant, name].word for name in SCENARIOS])

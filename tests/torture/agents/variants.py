@@ -173,7 +173,7 @@ def tested(name: str) -> str:
 
 
 def row_name(variant: str) -> str:
-    """Return the name of an agent and its version, as docs/agents.md has it."""
+    """Return the name of an agent and its version, as docs/use/agents.md has it."""
     name, _, note = variant.partition(", ")
     return f"{about(name)} {tested(name)}{f', {note}' if note else ''}"
 

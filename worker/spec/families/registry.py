@@ -45,7 +45,8 @@ FAMILIES: tuple[ModelFamily, ...] = tuple(
 )
 
 AND_OTHERS = (
-    ", and through transformers (the extra tidegate[transformers]) those that docs/models.md lists"
+    ", and through transformers (the extra tidegate[transformers]) those that "
+    "docs/models/models.md lists"
 )
 
 
