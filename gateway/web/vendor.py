@@ -34,6 +34,13 @@ KATEX_FONTS = (
     *("Size1-Regular", "Size2-Regular", "Size3-Regular", "Size4-Regular", "Typewriter-Regular"),
 )
 
+LANGUAGES = (
+    *("bash", "c", "cpp", "csharp", "css", "diff", "dockerfile", "go", "ini", "java"),
+    *("javascript", "json", "kotlin", "lua", "makefile", "markdown", "php", "python", "r", "ruby"),
+    *("rust", "scala", "sql", "swift", "typescript", "xml", "yaml"),
+)
+"""The languages whose code has colours, as highlight.js names their files."""
+
 
 class VendorError(Exception):
     """A package could not be downloaded, or is not the one that was reviewed."""
@@ -67,6 +74,17 @@ PACKAGES = (
                 f"fonts/KaTeX_{name}.woff2": f"dist/fonts/KaTeX_{name}.woff2"
                 for name in KATEX_FONTS
             },
+        },
+    ),
+    NpmPackage(
+        name="@highlightjs/cdn-assets",
+        version="11.12.0",
+        integrity="sha512-KvOKXODaiFmId9xaq3xc5xCL66wVLUuOngDbO9B/kewbFTqdGbn2nJxNhN3H5R1cgDTVj6R8vH0zgiNDEGjpDw==",
+        folder="highlight",
+        files={
+            "LICENSE": "LICENSE",
+            "core.min.js": "es/core.min.js",
+            **{f"languages/{name}.min.js": f"es/languages/{name}.min.js" for name in LANGUAGES},
         },
     ),
 )

@@ -142,8 +142,8 @@ MARKDOWN = [
     ),
     ("3. a\n4. b\n\n   more", '<ol start="3"><li>a</li><li><p>b</p><p>more</p></li></ol>'),
     (
-        "1. a\n   ```js\n   x = 1\n\n     y\n   ```\n2. b",
-        '<ol start="1"><li><p>a</p><figure><figcaption><span>js</span></figcaption>'
+        "1. a\n   ```text\n   x = 1\n\n     y\n   ```\n2. b",
+        '<ol start="1"><li><p>a</p><figure><figcaption><span>text</span></figcaption>'
         "<pre><code>x = 1\n\n  y</code></pre></figure></li><li>b</li></ol>",
     ),
     (
