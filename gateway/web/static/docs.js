@@ -2,7 +2,7 @@
 
 import { BASE, errorBox, getJson } from "./api.js";
 import { fill, h, loadStyle } from "./dom.js";
-import { codeBlock } from "./markdown.js";
+import { codeBlock } from "./code-block.js";
 import { fetchModels } from "./models.js";
 import { exampleOf, resolve, schemaView, typeName } from "./schema.js";
 import { tryForm } from "./try-it.js";
