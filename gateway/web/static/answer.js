@@ -1,7 +1,7 @@
 // Streams one answer of the model into a message object, which the views show.
 //
-// A message: { id, role, content, reasoning, calls, logprobs, tokenIds, finish, usage, timings, ...
-// } calls: [{ id, name, args }], where `args` is the JSON text that has arrived so far.
+// A message: { id, role, content, made, reasoning, calls, logprobs, tokenIds, finish, usage, timings,
+// ... } made: when, in ms. calls: [{ id, name, args }], where `args` is the JSON text that has arrived.
 
 import { streamEvents } from "./api.js";
 import { fetchModels, isAsleep } from "./models.js";
@@ -17,7 +17,8 @@ const FINISHED = {
 };
 
 export function newMessage(role, content = "") {
-  return { id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, role, content };
+  const made = Date.now();
+  return { id: crypto.randomUUID?.() ?? `${made}-${Math.random()}`, role, content, made };
 }
 
 /** Return an empty answer. It keeps the model and the settings, so its request can be shown. */
