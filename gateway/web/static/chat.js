@@ -347,6 +347,7 @@ class ChatTab {
     const actions = {
       edit: (message, text) => this.tryTo(() => chats.edit(this.conversation, message, text)),
       retry: (message) => this.tryTo(() => chats.retry(this.conversation, message)),
+      goOn: () => this.tryTo(() => chats.goOn(this.conversation)),
       showVersion: (message, by) => this.showVersion(message, by),
       answerCalls: (results) => this.tryTo(() => chats.answerCalls(this.conversation, results)),
       curl: (message) => chatCurl(streamed(chats.bodyOf(this.conversation, message))),

@@ -1,14 +1,14 @@
 // Shows one message of a conversation, and changes with it while it is streamed.
 
-import { describeEnd, describeSpeed, LOADING } from "./answer.js";
+import { canContinue, describeEnd, describeSpeed, LOADING } from "./answer.js";
 import { errorBox } from "./api.js";
 import { copyButton, fill, h, icon, iconButton } from "./dom.js";
 import { MarkdownView, codeBlock } from "./markdown.js";
 import { TokensView } from "./tokens.js";
 
 /**
- * actions: edit(message, text), retry(message), showVersion(message, by), answerCalls(results),
- * curl(message), python(message)
+ * actions: edit(message, text), retry(message), goOn(), showVersion(message, by),
+ * answerCalls(results), curl(message), python(message)
  */
 export function messageView(message, actions) {
   if (message.role === "user") return new UserView(message, actions);
@@ -198,7 +198,7 @@ class AnswerView {
     this.element.classList.toggle("running", isRunning);
     this.drawCalls(isRunning, isLast);
     this.drawFoot(isRunning);
-    this.drawTools(isRunning, hasTokens);
+    this.drawTools(isRunning, hasTokens, isLast && canContinue(message));
     this.picker.update(state);
   }
 
@@ -254,10 +254,10 @@ class AnswerView {
     );
   }
 
-  drawTools(isRunning, hasTokens) {
-    if (this.wasRunning === isRunning && this.hadTokens === hasTokens) return;
-    this.wasRunning = isRunning;
-    this.hadTokens = hasTokens;
+  drawTools(isRunning, hasTokens, mayGoOn) {
+    const key = JSON.stringify([isRunning, hasTokens, this.showsTokens, mayGoOn]);
+    if (key === this.toolsKey) return;
+    this.toolsKey = key;
     if (isRunning) {
       fill(this.tools);
       return;
@@ -265,12 +265,12 @@ class AnswerView {
     const { message, actions } = this;
     const toggle = () => {
       this.showsTokens = !this.showsTokens;
-      this.hadTokens = undefined;
       this.update();
     };
     fill(
       this.tools,
       this.picker.element,
+      mayGoOn ? button("chevron", "Continue", () => actions.goOn()) : null,
       copyButton("Copy", () => message.content),
       button("retry", "Retry", () => actions.retry(message)),
       hasTokens

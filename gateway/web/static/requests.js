@@ -87,6 +87,17 @@ export function apiMessages(messages) {
   });
 }
 
+/** Return the fields that make an answer go on where the last of these messages ends. */
+export function continued(messages) {
+  const { content, reasoning } = messages.at(-1);
+  const final = { role: "assistant", content, ...(reasoning ? { reasoning } : {}) };
+  return {
+    messages: [...apiMessages(messages.slice(0, -1)), final],
+    continue_final_message: true,
+    add_generation_prompt: false,
+  };
+}
+
 /** Return a curl command that sends a chat request. */
 export function chatCurl(body) {
   return asCurl(PATH, "POST", curlJson(JSON.stringify(body, null, 2)));

@@ -7,8 +7,8 @@
 //   message   a message has changed; detail: { conversation, message }
 //   end       an answer has ended; detail: { conversation, message }
 
-import { newAnswer, newMessage, streamAnswer } from "./answer.js";
-import { apiMessages, chatBody, streamed } from "./requests.js";
+import { newAnswer, newMessage, reopen, streamAnswer } from "./answer.js";
+import { apiMessages, chatBody, continued, streamed } from "./requests.js";
 import { ConversationStore } from "./store.js";
 import { adopt, append, hideFrom, show, versionsOf } from "./versions.js";
 
@@ -109,16 +109,27 @@ class Chats extends EventTarget {
     chatBody(conversation.model, [], conversation.settings);
   }
 
-  async answer(conversation) {
+  /** Let the last answer, which was cut, go on where it ends, with the settings of now. */
+  goOn(conversation) {
+    const answer = conversation.messages.at(-1);
+    this.check(conversation);
+    reopen(answer);
+    const { messages, ...fields } = continued(conversation.messages);
+    const body = chatBody(answer.model, messages, conversation.settings);
+    return this.stream(conversation, answer, { ...body, ...fields });
+  }
+
+  answer(conversation) {
     this.stop(conversation);
-    const body = chatBody(
-      conversation.model,
-      apiMessages(conversation.messages),
-      conversation.settings,
-    );
-    const answer = newAnswer(conversation.model, conversation.settings);
-    const controller = new AbortController();
+    const { model, settings, messages } = conversation;
+    const body = chatBody(model, apiMessages(messages), settings);
+    const answer = newAnswer(model, settings);
     append(conversation, answer);
+    return this.stream(conversation, answer, body);
+  }
+
+  async stream(conversation, answer, body) {
+    const controller = new AbortController();
     this.running.set(conversation.id, controller);
     this.use(conversation);
     this.emit("thread", conversation);
