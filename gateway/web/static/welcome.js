@@ -3,10 +3,11 @@
 import { h } from "./dom.js";
 import { stateOf } from "./models.js";
 
+/** Messages that a model of 135M parameters answers without repeating itself to the token limit. */
 const SUGGESTIONS = [
-  "Name three fruits, with a table of their colours.",
-  "Write a haiku about the sea.",
-  "Explain what a tide is to a child.",
+  "Give me three tips for a good night's sleep.",
+  "Why is the sky blue?",
+  "List five animals that live in the sea.",
 ];
 
 /** Return the view. model: an entry of GET /v1/models, or null. send(text): sends a suggestion. */
