@@ -121,8 +121,8 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"__main__", "cluster", "completion"},
         {"bench", "batches", "chat", "config_file"},
         {"models", "libraries", "processes"},
-        {"http", "top", "flags", "paths"},
-        {"terminal", "failure", "doctor_findings", "other_servers", "agents"},
+        {"http", "top", "flags", "option_groups", "paths", "torch_build"},
+        {"terminal", "failure", "doctor_findings", "other_servers", "agents", "sizes"},
     ),
     "simulator": (
         {"__main__"},

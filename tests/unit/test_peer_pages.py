@@ -12,7 +12,7 @@ from gateway.api.llama_cpp.requests import LlamaCompletionBody
 from gateway.api.openai.requests import ChatBody
 from gateway.app import operations
 from tests.support.processes import ROOT
-from tools.__main__ import COMMANDS, build_parser, join_bench_step
+from tools.__main__ import COMMANDS, build_parser, with_command
 
 PAGES = sorted((ROOT / "docs" / "start").glob("coming-from-*.md"))
 ROUTES = {f"{op.method.upper()} {re.sub('<.*?>', 'ID', op.rule)}" for op in operations()}
@@ -31,8 +31,9 @@ def ours(text: str) -> list[str]:
 
 def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     with pytest.raises(SystemExit):
-        build_parser().parse_args(join_bench_step([*command.split(), "--help"]))
-    return set(re.findall(r"--[\w-]+", capsys.readouterr().out.partition("\n\n")[0]))
+        build_parser().parse_args(with_command([*command.split(), "--help", "all"]))
+    lines = re.findall(r"^  -.*", capsys.readouterr().out, re.MULTILINE)
+    return {option for line in lines for option in re.findall(r"--[\w-]+", line)}
 
 
 def command_of(words: str) -> str:
