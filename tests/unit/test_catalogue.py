@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from protocol.engine.model_card import SamplingDefaults
 from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, Entry, HubEntry
@@ -24,9 +25,9 @@ from tools.models.fetch import (
     home,
     is_cached,
     largest_file,
-    path_note,
     print_on_stderr,
     progress_bar,
+    recommended_sampling,
 )
 from tools.models.pulling import parse_name
 from tools.terminal import Terminal
@@ -58,18 +59,17 @@ def test_every_catalogue_entry_has_digests(entry: Entry) -> None:
     assert entry.licence
 
 
-def test_a_model_of_the_catalogue_that_is_given_by_path_is_named(
+def test_a_file_of_the_catalogue_has_the_same_sampling_by_its_name_and_by_any_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CATALOGUE, "small", SMALL)
     same, other = tmp_path / "same.gguf", tmp_path / "other.gguf"
     same.write_bytes(CONTENT)
     other.write_bytes(CONTENT[::-1])
-    note = path_note(str(same))
-    assert note.startswith(f"{same} is the model small of the catalogue")
-    assert "(temperature 0.2, top_p 0.9)" in note
-    assert """--default-sampling '{"temperature": 0.2, "top_p": 0.9}'""" in note
-    assert path_note(str(other)) == path_note("small") == path_note("none.gguf") == ""
+    assert recommended_sampling("small", tmp_path / "any") == SMALL.sampling
+    assert recommended_sampling(str(same), same) == SMALL.sampling
+    for file in (other, tmp_path / "none.gguf", tmp_path):
+        assert recommended_sampling(str(file), file) == SamplingDefaults()
 
 
 @pytest.mark.parametrize("entry", HUB_MODELS.values(), ids=lambda entry: entry.name)
