@@ -17,7 +17,14 @@ import pytest
 from protocol.engine.model_card import SamplingDefaults
 from tools.commands.models import resolve
 from tools.failure import Failure
-from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, Entry, HubEntry
+from tools.models.catalogue import (
+    CATALOGUE,
+    DEFAULT,
+    HUB_MODELS,
+    Entry,
+    HubEntry,
+    catalogue_digest,
+)
 from tools.models.fetch import (
     ProgressLines,
     cached_file,
@@ -39,6 +46,7 @@ SMALL = dataclasses.replace(
     file_bytes=len(CONTENT),
     file_sha256=hashlib.sha256(CONTENT).hexdigest(),
 )
+QUANTISED = [entry for entry in HUB_MODELS.values() if ":" in entry.source]
 
 
 def cached(entry: Entry, cache: Path) -> Path:
@@ -79,7 +87,24 @@ def test_every_model_on_the_hub_has_a_name_that_can_be_pulled(entry: HubEntry) -
     assert str(name) == entry.source
     assert entry.name not in CATALOGUE
     assert entry.licence
-    assert entry.weight_bytes == 2 * entry.parameters > entry.context_tokens > 0
+    assert entry.weight_bytes > entry.parameters / 3 > 0
+    assert entry.context_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [each for each in HUB_MODELS.values() if ":" in each.source],
+    ids=lambda each: each.name,
+)
+def test_a_quantised_model_of_the_catalogue_is_one_file_with_a_known_digest(
+    entry: HubEntry,
+) -> None:
+    assert len(bytes.fromhex(entry.file_sha256)) == hashlib.sha256().digest_size
+    assert catalogue_digest(entry.source) == entry.file_sha256
+    assert catalogue_digest(entry.source.partition(":")[0]) == ""
+    assert 0 < entry.file_bytes <= 1.2 * entry.parameters
+    assert entry.form in entry.source.upper()
+    assert 0 < entry.token_bytes <= entry.weight_bytes
 
 
 def test_the_default_model_is_in_the_catalogue() -> None:
