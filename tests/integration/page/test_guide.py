@@ -106,7 +106,9 @@ def test_a_reader_finds_a_word_and_follows_a_link_to_the_page(
     page.wait_for_url("**/reference")
 
 
-def test_an_old_address_of_a_route_leads_to_the_reference(guide: Path, visit: Callable[..., Visit]) -> None:
+def test_an_old_address_of_a_route_leads_to_the_reference(
+    guide: Path, visit: Callable[..., Visit]
+) -> None:
     visitor = visit()
     visitor.page.goto(visitor.url + "/docs#post_v1_chat_completions")
     visitor.page.wait_for_url("**/reference#post_v1_chat_completions")
