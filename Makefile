@@ -15,10 +15,11 @@ BIN := $(VENV)/bin
 DECLARED := setup.cfg setup.py worker/kernels/instruction_sets.py $(wildcard worker/kernels/csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-oldest torture check clean
+.PHONY: help serve docs test test-oldest torture check clean
 
 help:
 	@echo 'make serve   install Tidegate and serve the default model;        ARGS="--port 8001" passes options on'
+	@echo 'make docs    build the guide that a server shows at /docs, from the pages in docs/'
 	@echo 'make test    install the test tools and run the whole suite;      ARGS="-k stream" passes options on'
 	@echo '             ARGS="--repeat 3 --busy 2" runs it three times on a busy machine, to find unsteady tests'
 	@echo 'make test-oldest  test streams with the oldest supported gunicorn and gevent; make test includes this'
@@ -32,6 +33,11 @@ help:
 
 serve: $(VENV)/.installed-all
 	@$(BIN)/tidegate serve $(ARGS)
+
+docs: | $(BIN)/python
+	@$(BIN)/python -c 'import furo, myst_parser' 2> /dev/null || \
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@$(BIN)/python docs/site/build.py
 
 # All stages run, even if one fails. The last lines of output summarise them (tests/stages.py).
 test: $(VENV)/.installed-test
@@ -63,7 +69,7 @@ check: $(VENV)/.installed-test
 	@PATH="$(abspath $(BIN)):$$PATH" tools/check $(ARGS)
 
 clean:
-	rm -rf $(VENV) worker/kernels/_*.so* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) worker/kernels/_*.so* gateway/web/guide build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extra `test` includes `all`, so after `make test`, `make serve` has nothing to install.
