@@ -106,7 +106,7 @@ class Flag:
             return "true or false"
         if isinstance(self.shape, inspect.LiteralType):
             return "one of " + ", ".join(map(str, self.shape.values))
-        range_ = range_in_words(self.shape)
+        range_ = _range_in_words(self.shape)
         joint = " of " if range_.startswith("at ") else " "
         return KINDS[type(self.shape)][1] + (joint + range_ if range_ else "")
 
@@ -114,7 +114,7 @@ class Flag:
     def help(self) -> str:
         if self.is_switch:
             return f"do not {self.description}" if self.default else self.description
-        facts = [] if isinstance(self.shape, inspect.LiteralType) else [range_in_words(self.shape)]
+        facts = [] if isinstance(self.shape, inspect.LiteralType) else [_range_in_words(self.shape)]
         if not self.is_list and self.default not in ("", (), NODEFAULT):
             facts.append(f"default {self._default}")
         facts = [fact for fact in facts if fact]
@@ -422,8 +422,7 @@ def _one(shape: inspect.Type) -> inspect.Type:
     return shape.type if isinstance(shape, inspect.Metadata) else shape
 
 
-def range_in_words(shape: inspect.Type) -> str:
-    """Return the bounds of a number as text: "from 1 to 64", "at least 0.5"; "" if it has none."""
+def _range_in_words(shape: inspect.Type) -> str:
     low, high = getattr(shape, "ge", None), getattr(shape, "le", None)
     above = getattr(shape, "gt", None)
     if above is not None:

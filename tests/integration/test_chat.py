@@ -149,7 +149,11 @@ def test_a_parameter_is_set_within_its_range_and_listed(
 ) -> None:
     counting(engine)
     with chat(gateway, home, "--temperature", "1.5") as terminal:
-        say(terminal, "/set temperature 0.25", "temperature         0.25          from 0 to 2")
+        say(
+            terminal,
+            "/set temperature 0.25",
+            "temperature         0.25        a number from 0 to 2",
+        )
         say(terminal, "/set temperature 3", "")  # is refused
         say(terminal, "/set top-k 7", "top_k               7")
         say(terminal, "hello", "answer 1")
@@ -330,7 +334,7 @@ def test_the_response_of_the_api_is_printed(
         (["m"], 2, "the prompt is empty: give PROMPT, or pipe it to stdin"),
         (["m", "x", "--raw", "--system", "y"], 2, "--system needs the chat template"),
         (["no-such-model", "x"], 1, "no-such-model"),
-        (["m", "x", "--temperature", "3"], 2, "--temperature must be a number, at most 2, not '3'"),
+        (["m", "x", "--temperature", "3"], 2, "must be a number from 0 to 2; got '3'"),
     ],
 )
 def test_a_wrong_command_is_one_line_on_stderr(

@@ -101,7 +101,10 @@ def test_an_error_links_to_the_reference_of_its_route(gateway: GatewayProcess) -
     refused = gateway.post("/v1/chat/completions", {"messages": []})
     assert refused.status_code == 400
     assert refused.headers["Link"] == '</reference#post_v1_chat_completions>; rel="help"'
-    assert get(gateway, "/v1/models/x").headers["Link"] == '</reference#get_v1_models_name>; rel="help"'
+    assert (
+        get(gateway, "/v1/models/x").headers["Link"]
+        == '</reference#get_v1_models_name>; rel="help"'
+    )
     assert get(gateway, "/nothing").headers["Link"] == '</reference>; rel="help"'
     assert "Link" not in get(gateway, "/v1/models").headers
 

@@ -31,7 +31,7 @@ def test_a_saved_conversation_is_read_as_it_was(
     ("text", "error"),
     [
         ("# Chat with m", "it is not JSON, as /save writes it"),
-        ("[]", "it is no saved chat: must be an object, not a list"),
+        ("[]", "it is no saved chat: it needs a model"),
         ('{"model": "m"}', "it is no saved chat: "),
         ('{"model": "m", "messages": [{"role": "tool", "content": ""}]}', "it is no saved chat: "),
         ('{"model": "m", "messages": [{"role": "user", "content": ""}]}', "needs its answer"),

@@ -18,11 +18,8 @@ from protocol.engine.sampling import (
     TopK,
     TopP,
 )
-from protocol.wire.field_errors import in_words
-from tools.flags import range_in_words
+from protocol.wire.field_words import allowed_words
 
-LARGE = 1 << 32
-"""A bound that is no help to a user."""
 DEFAULT = "default"
 """The value of `/set` that stands for the model's own."""
 
@@ -39,19 +36,12 @@ class SamplingOption(NamedTuple):
     def name(self) -> str:
         return f"--{self.field.replace('_', '-')}"
 
-    @property
-    def values(self) -> str:
-        """The values that the field accepts, in words; "" if any number of its type is."""
-        shape: Any = msgspec.inspect.type_info(self.type)
-        return "" if (shape.le or 0) > LARGE else range_in_words(shape)
-
     def read(self, text: str) -> Any:
         """Return the value that `text` denotes. Raises ValueError if it is not accepted."""
         try:
             return msgspec.convert(text, self.type, strict=False)
-        except msgspec.ValidationError as error:
-            words = in_words(str(error)).removesuffix(", not a string")
-            raise ValueError(f"{words}, not {text!r}") from None
+        except msgspec.ValidationError:
+            raise ValueError(f"must be {allowed_words(self.type)}; got {text!r}") from None
 
 
 SAMPLING = (
@@ -137,6 +127,6 @@ def listed(options: Mapping[str, Any]) -> str:
     width = max(len(option.field) for option in SAMPLING)
     values = {option.field: options.get(option.field, DEFAULT) for option in SAMPLING}
     return "\n".join(
-        f"{option.field:<{width}}  {values[option.field]:<12}  {option.values}".rstrip()
+        f"{option.field:<{width}}  {values[option.field]:<10}  {allowed_words(option.type)}"
         for option in SAMPLING
     )

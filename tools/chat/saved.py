@@ -7,7 +7,6 @@ from typing import Literal
 
 import msgspec
 
-from protocol.wire.field_errors import in_words
 from tools.chat.session import ChatSession
 
 
@@ -43,8 +42,8 @@ def read_saved(text: str) -> SavedChat:
     of the user, each with its answer."""
     try:
         saved = msgspec.json.decode(text, type=SavedChat)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"it is no saved chat: {in_words(str(error))}") from None
+    except msgspec.ValidationError:
+        raise ValueError("it is no saved chat: it needs a model and messages with texts") from None
     except msgspec.DecodeError:
         raise ValueError("it is not JSON, as /save writes it") from None
     roles = [message.role for message in saved.messages]

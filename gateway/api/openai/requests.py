@@ -430,7 +430,7 @@ def prompts_of(body: CompletionBody, max_prompts: int) -> list[CompletionPrompt]
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest.at("prompt", "must not be an empty list")
+        raise InvalidRequest.wrong("prompt", "a list of at least 1 item", prompt)
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise InvalidRequest.at("prompt", "cannot mix texts, token ids and lists of token ids")
