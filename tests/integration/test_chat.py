@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from signal import SIGINT
+from threading import Thread
 
 import pytest
 
@@ -247,6 +250,22 @@ def test_an_answer_in_a_pipe_is_exactly_what_the_model_wrote(
     command = [*TOOL, "chat", "--url", gateway.url]
     ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, cwd=ROOT)
     assert ran.stdout == "**b** \x1b[2J\n\n"
+
+
+def test_a_program_that_is_no_model_server_is_not_taken_for_a_server_that_is_down(
+    tmp_path: Path,
+) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        command = [*TOOL, "chat", "--url", url]
+        ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, cwd=ROOT)
+        server.shutdown()
+    assert ran.returncode == 1
+    assert f"the program at {url} serves no models" in ran.stderr
+    ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, cwd=ROOT)
+    assert f"no server answers at {url}" in ran.stderr
 
 
 # ---- tidegate run
