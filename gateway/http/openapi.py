@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.http.field_docs import describe
+from gateway.http.field_docs import describe, sort_fields
 from gateway.http.route import Operation, Stream
 
 OPENAPI = "3.2.0"
@@ -82,6 +82,7 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
     found, components = msgspec.json.schema_components(types, ref_template=REFERENCES)
     components = dict(components)
     describe(components, types)
+    sort_fields(components, [body for operation in operations for body in operation.takes])
     return dict(zip(types, found, strict=True)), components
 
 
