@@ -9,8 +9,8 @@ The kernels need only a C++ compiler. Each instruction set has a library of its 
 optional: if there is no compiler, or if it does not support the instruction set, the installation
 continues without the library. The worker then logs which kernels are missing.
 
-The guide is the site that gateways serve at `/docs`. Sphinx makes it from docs/. pip installs Sphinx
-for the build only; without it (`--no-build-isolation`), the installation has no guide.
+The guide is the site that gateways serve at `/docs`. Sphinx makes it from docs/. pip installs
+Sphinx for the build only; without it (`--no-build-isolation`), the installation has no guide.
 """
 
 import copy
@@ -50,7 +50,7 @@ WORKER = [
 HUB = [  # downloads from the Hugging Face Hub; `tokenizers` requires it as well
     "huggingface_hub>=2,<3",
 ]
-TRANSFORMERS = [  # architectures without a family of ours (docs/models/models.md)
+TRANSFORMERS = [  # architectures without a family of ours (docs/models/transformers.md)
     "transformers>=5.23,<6",
 ]
 CUDA = [  # kernels for GPUs; a torch for CUDA requires its own version of it

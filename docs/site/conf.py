@@ -15,6 +15,7 @@ suppress_warnings = [
 
 html_theme = "furo"
 html_title = "Tidegate"
+html_favicon = "../../gateway/web/static/icon.svg"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = ["reference.js"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.prompt.content import checked_turns
+from gateway.prompt.content import REASONING_MEMBERS, checked_turns
 from gateway.prompt.fit import (
     describes_tools,
     fitted_list,
@@ -20,6 +20,7 @@ from gateway.prompt.fit import (
 from gateway.prompt.kwargs import ThinkingFields, effective_kwargs
 from gateway.prompt.omissions import marked
 from gateway.prompt.template import ParsedTemplate, TemplateLoader
+from gateway.prompt.traits import TemplateTraits
 from gateway.prompt.written import WrittenTurns
 from gateway.text.tokenizer import Offload, Tokenizer
 from protocol.engine.model_card import ModelCard
@@ -28,6 +29,7 @@ from protocol.wire.errors import InvalidRequest
 _END = "\ue000end of the final message\ue000"
 """A text that marks the end of the final message in the template's output. It contains private-use
 characters, which templates do not change."""
+_NO_CONTENT = ("", None, [], [{"type": "text", "text": ""}])
 
 
 NO_TEMPLATE = "this model has no chat template"
@@ -189,7 +191,7 @@ class ChatRenderer:
         continues = conversation.continue_final_message
         if continues:
             _check_continues(conversation, messages[-1])
-            messages[-1] = _with_end_mark(messages[-1])
+            messages[-1] = _with_end_mark(messages[-1], traits)
         text = _rendered(template, messages, tools, conversation)
         return _up_to_end_mark(text) if continues else text
 
@@ -253,9 +255,13 @@ def _check_continues(conversation: PromptConversation, last: Mapping[str, Any]) 
         )
 
 
-def _with_end_mark(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the end mark after its content."""
+def _with_end_mark(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
+    """Return a message with the end mark after its content. A message with reasoning alone was cut
+    inside the reasoning, so the mark follows that, if the template writes it as a member."""
     content = message["content"]
+    thoughts = {name: message[name] + _END for name in REASONING_MEMBERS if message.get(name)}
+    if thoughts and traits.reasoning != "omitted" and content in _NO_CONTENT:
+        return {**message, **thoughts}
     if not isinstance(content, list):
         return {**message, "content": (content or "") + _END}
     last = content[-1] if content and "text" in content[-1] else {"type": "text", "text": ""}

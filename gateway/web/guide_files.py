@@ -8,24 +8,13 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
-from gateway.web.files import HEADERS, StaticFile
+from gateway.web.files import CONTENT_TYPES, HEADERS, StaticFile
 
 GUIDE = Path(__file__).parent / "guide"
 INDEX = "index.html"
 POLICY = "policy.json"
 """File with the digests of the scripts and styles inside the pages. It is not sent."""
-CONTENT_TYPES = MappingProxyType(
-    {
-        ".html": "text/html",
-        ".css": "text/css",
-        ".js": "text/javascript",
-        ".svg": "image/svg+xml",
-        ".png": "image/png",
-    }
-)
-"""Suffix of a file -> its content type. Files with other suffixes are not sent."""
 
 
 @cache
@@ -69,5 +58,4 @@ def guide_file(name: str) -> StaticFile | None:
 
 @cache
 def _read(name: str) -> StaticFile:
-    path = GUIDE / name
-    return StaticFile.from_path(path, CONTENT_TYPES[path.suffix])
+    return StaticFile.from_path(GUIDE / name)

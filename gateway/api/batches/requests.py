@@ -23,10 +23,12 @@ MAX_WINDOW_S = 30 * 86400
 
 
 class FileUpload(msgspec.Struct, frozen=True):
-    """The form of POST /v1/files (multipart/form-data).
+    """A file to store, as a form (multipart/form-data).
 
-    file           a JSONL file, one request per line
-    expires_after  when the file is deleted, counted from its creation. Default: --file-days
+    file     a JSONL file, one request per line
+    purpose  always batch
+    anchor   with the seconds, always created_at: from when they are counted
+    seconds  after how many seconds the file is deleted. Default: --file-days
     """
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
@@ -36,18 +38,24 @@ class FileUpload(msgspec.Struct, frozen=True):
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True):
-    """A time after which output files are deleted, counted from their creation."""
+    """A time after which output files are deleted.
+
+    anchor   always created_at: from when the seconds are counted
+    seconds  after how many seconds the files are deleted
+    """
 
     anchor: Literal["created_at"]
     seconds: Seconds
 
 
 class BatchCreateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /v1/batches.
+    """Requests of an uploaded file to answer.
 
-    completion_window     such as 24h: a number of minutes (m), hours (h) or days (d). Lines that
-                          have no answer by then get an error as their result
+    input_file_id         id of the uploaded file
+    completion_window     a number of minutes (m), hours (h) or days (d). Lines that have no answer
+                          by then get an error as their result. Example: "24h"
     endpoint              the `url` of all lines
+    metadata              pairs of texts that the batch repeats. Example: {"topic": "tides"}
     output_expires_after  when the output files are deleted. Default: --file-days
     """
 

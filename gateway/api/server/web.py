@@ -17,10 +17,10 @@ from gateway.context import RequestContext
 from gateway.http.route import Parameter, Routes
 from gateway.service import Service
 from gateway.web.files import CONTENT_TYPES, HEADERS, PAGE, StaticFile, static_files
-from gateway.web.guide_files import CONTENT_TYPES as GUIDE_CONTENT_TYPES
 from gateway.web.guide_files import guide_file, guide_headers, has_guide
 
 routes = Routes("Web page", ErrorAnswer, scope="public")
+TEXT_TYPES = tuple(kind.partition(";")[0] for kind in CONTENT_TYPES.values())
 
 
 @routes.get("/", about="The web page: chats and comparisons.", text_types=("text/html",))
@@ -51,7 +51,7 @@ def guide_start(service: Service, context: RequestContext) -> Response:
     "/docs/<path:name>",
     is_probe=True,  # a visit to a page loads many files
     about="A file of the guide.",
-    text_types=tuple(GUIDE_CONTENT_TYPES.values()),
+    text_types=TEXT_TYPES,
     parameters=(Parameter("name", "Path of the file in the guide.", place="path"),),
 )
 def guide_page(service: Service, context: RequestContext, name: str) -> Response:
@@ -59,11 +59,11 @@ def guide_page(service: Service, context: RequestContext, name: str) -> Response
 
 
 @routes.get(
-    "/web/<name>",
-    is_probe=True,  # a visit to the page loads all files
+    "/web/<path:name>",
+    is_probe=True,  # a visit to the page loads many files
     about="A file of the web page.",
-    text_types=tuple(CONTENT_TYPES.values()),
-    parameters=(Parameter("name", "Name of the file.", place="path"),),
+    text_types=TEXT_TYPES,
+    parameters=(Parameter("name", "Path of the file.", place="path"),),
 )
 def web_file(service: Service, context: RequestContext, name: str) -> Response:
     return _page_file(service, name)
@@ -100,14 +100,11 @@ def _guide_file(service: Service, name: str) -> Response:
 
 def _answer(found: StaticFile, headers: Mapping[str, str]) -> Response:
     """Return a file, or the status 304 if the client has it already."""
-    is_gzipped = request.accept_encodings.quality("gzip") > 0
-    response = Response(
-        found.gzipped if is_gzipped else found.data,
-        content_type=f"{found.content_type}; charset=utf-8",
-    )
+    gzipped = found.gzipped if request.accept_encodings.quality("gzip") > 0 else None
+    response = Response(found.data if gzipped is None else gzipped, content_type=found.content_type)
     response.headers.update(headers)
-    if is_gzipped:
+    if gzipped is not None:
         response.headers["Content-Encoding"] = "gzip"
-    response.set_etag(f"{found.digest}-gzip" if is_gzipped else found.digest)
+    response.set_etag(found.digest if gzipped is None else f"{found.digest}-gzip")
     response.make_conditional(request)
     return response

@@ -209,6 +209,7 @@ def _parsers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
         answer = AnswerOptions(
             format=start.bound.with_drafts() if has_grammar else start.bound,
             starts_inside=start.inside,
+            continues_reasoning=start.thought,
             calls_or_text=grammar is not None and grammar.calls is not None,
         )
     return ParserFactory(model.tokenizer, msgspec.structs.replace(options, continues=False), answer)

@@ -2,7 +2,7 @@
 
 import { BASE, errorBox, getJson } from "./api.js";
 import { fill, h, loadStyle } from "./dom.js";
-import { codeBlock } from "./markdown.js";
+import { codeBlock } from "./code-block.js";
 import { fetchModels } from "./models.js";
 import { exampleOf, resolve, schemaView, typeName } from "./schema.js";
 import { tryForm } from "./try-it.js";
@@ -14,10 +14,11 @@ const TAGS = [
 ];
 const EVENTS = "text/event-stream";
 const SCOPES = {
-  public: "no key needed",
-  inference: "scope inference",
-  metrics: "scope metrics",
-  admin: "scope admin",
+  public: "Needs no key.",
+  inference: "If the server has keys, it needs one with the scope inference, as applications have.",
+  metrics: "If the server has keys, it needs one with the scope metrics, as monitoring has.",
+  admin:
+    "It needs a key with the scope admin, as operators have. A server without keys allows it to programs on its own machine.",
 };
 
 export async function mount(root, context) {

@@ -88,7 +88,9 @@ def test_a_file_has_an_expiry(client: OpenAI) -> None:
     assert kept.expires_at == pytest.approx(kept.created_at + 30 * 86400, abs=1)
     short = uploaded(client, expires_after={"anchor": "created_at", "seconds": 3600})
     assert short.expires_at == pytest.approx(short.created_at + 3600, abs=1)
-    with pytest.raises(openai.BadRequestError, match=r"must be a whole number from 3,600"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"seconds.: must be a whole number from 3,600"
+    ):
         uploaded(client, expires_after={"anchor": "created_at", "seconds": 60})
 
 
