@@ -29,7 +29,7 @@ from protocol.wire.errors import InvalidRequest
 _END = "\ue000end of the final message\ue000"
 """A text that marks the end of the final message in the template's output. It contains private-use
 characters, which templates do not change."""
-_NO_CONTENT = ("", None, [], [{"type": "text", "text": ""}])
+_NO_CONTENT: tuple[Any, ...] = ("", None, [], [{"type": "text", "text": ""}])
 
 
 NO_TEMPLATE = "this model has no chat template"

@@ -32,7 +32,7 @@ def test_every_reasoning_format_is_listed_in_order() -> None:
 
 def test_every_tool_format_is_listed_with_its_syntax_and_each_syntax_with_its_file() -> None:
     listed: dict[str, str] = {}
-    files = dict(re.findall(r"^\| (.*?) \| `(\w+)\.py` \|$", FILES, re.MULTILINE))
+    files: dict[str, str] = dict(re.findall(r"^\| (.*?) \| `(\w+)\.py` \|$", FILES, re.MULTILINE))
     for row, syntax in re.findall(r"^\| (`.*?) \| (.*) \|$", section("Tool formats"), re.MULTILINE):
         names = words(row)
         assert names == sorted(names)

@@ -46,14 +46,16 @@ from tools.failure import Failure
 from tools.flags import build
 from tools.http.web import KEY_VARIABLE, WebServer
 from tools.models.catalogue import DEFAULT
-from tools.models.fetch import free_space, home, path_note
+from tools.models.fetch import free_space, home
 from tools.models.preflight import (
     ModelCheck,
     check_device,
     check_models,
     expecting,
     log_limits,
+    log_sampling,
     log_slots,
+    with_recommended,
     without_trial,
     write_card,
 )
@@ -278,7 +280,6 @@ def _run(options: argparse.Namespace, background: Background | None = None) -> i
     ):
         _prepare_directory(planned, lock)
         found = _with_model_path(planned, terminal)
-        _log_lost_sampling(planned, terminal)
         check = _check_models if found.models else _check_model
         with GatedStart(log) as start, start.interruptible():
             checked = check(found, start, lock, terminal)
@@ -351,17 +352,6 @@ def _with_model_path(plan: ServePlan, terminal: Terminal) -> ServePlan:
     return replace(plan, engine=engine)
 
 
-def _log_lost_sampling(plan: ServePlan, terminal: Terminal) -> None:
-    """Log which models of the catalogue are served by path, without the sampling that the catalogue
-    recommends."""
-    engines = plan.models.values() or [plan.engine] * bool(plan.engines)
-    if plan.gateway.default_sampling:
-        return
-    for note in (path_note(engine.worker.model) for engine in engines):
-        if note:
-            terminal.log(note)
-
-
 def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Terminal) -> ServePlan:
     """Check whether the model can be served, and return the plan with the gateway's final config.
 
@@ -386,7 +376,7 @@ def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Termin
                 [worker for each in plan.engines.values() for worker in each.checked_workers]
             )
             assert found.card is not None
-            plans, card = found.plans, found.card
+            plans, card = found.plans, with_recommended(found.card, plan.engine.worker)
             gateway = expecting(gateway, card, file)
         checked = replace(plan, gateway=without_trial(gateway, card))
         start.start([gateway_command(checked, lock)])
@@ -394,6 +384,7 @@ def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Termin
             check.run(card)
             trials.add(model, card.tokenizer)
     log_limits(plans, terminal)
+    log_sampling(card, gateway.hosted[0].default_sampling, terminal)
     return checked
 
 
@@ -406,7 +397,8 @@ def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Termi
     for name in plan.models.keys() - planned.engines.keys():
         terminal.warn(f"model {name} is left out: {planned.left_out[name]}")
     cards = {}
-    for number, (name, card) in enumerate(planned.cards.items(), start=1):
+    for number, (name, known) in enumerate(planned.cards.items(), start=1):
+        card = with_recommended(known, planned.engines[name].worker)
         cards[name] = plan.directory / f"model-{number}{run_lock.CARD_SUFFIX}"
         write_card_file(cards[name], CardFile(card=card, max_len=planned.plans[name].max_len))
     gateway = hosting(plan.gateway, planned, cards, plan.directory)
@@ -415,12 +407,13 @@ def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Termi
     start.start([*at_start, gateway_command(checked, lock)])
     trials = PassedTrials(home() / "trials")
     for hosted in gateway.models:
-        card = planned.cards[hosted.supervised_name]
-        model = planned.engines[hosted.supervised_name].worker.model
+        worker = planned.engines[hosted.supervised_name].worker
+        card, model = with_recommended(planned.cards[hosted.supervised_name], worker), worker.model
         if hosted.names_formats or not trials.has_passed(model, card.tokenizer):
             with ModelCheck(msgspec.structs.replace(plan.gateway, models=[hosted])) as check:
                 check.run(card)
             trials.add(model, card.tokenizer)
+        log_sampling(card, hosted.default_sampling, terminal)
     log_limits(planned.plans.values(), terminal)
     workers = {name: engine.worker for name, engine in planned.engines.items()}
     log_slots(workers, planned.plans, terminal)

@@ -14,6 +14,7 @@ import pytest
 import requests
 
 from gateway.web import guide_files
+from tests.support.browser import Visit
 from tests.support.docs_blocks import PAGES
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import error_of
@@ -89,7 +90,7 @@ def test_no_file_outside_the_guide_is_sent(guide: Path, gateway: GatewayProcess)
 
 
 def test_a_reader_finds_a_word_and_follows_a_link_to_the_page(
-    guide: Path, visit: Callable, gateway: GatewayProcess
+    guide: Path, visit: Callable[..., Visit], gateway: GatewayProcess
 ) -> None:
     page = visit().open("/")
     page.get_by_role("link", name="Guide").click()
@@ -105,7 +106,9 @@ def test_a_reader_finds_a_word_and_follows_a_link_to_the_page(
     page.wait_for_url("**/reference")
 
 
-def test_an_old_address_of_a_route_leads_to_the_reference(guide: Path, visit: Callable) -> None:
+def test_an_old_address_of_a_route_leads_to_the_reference(
+    guide: Path, visit: Callable[..., Visit]
+) -> None:
     visitor = visit()
     visitor.page.goto(visitor.url + "/docs#post_v1_chat_completions")
     visitor.page.wait_for_url("**/reference#post_v1_chat_completions")
