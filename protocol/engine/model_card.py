@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.engine.encoding import EncodingCard
 from protocol.engine.sampling import SamplingParams
-from protocol.wire.field_errors import in_words
+from protocol.wire.field_errors import field_error
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -73,11 +73,13 @@ def _param(name: str) -> str:
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """Return why no request could have this value; None if one could."""
+    """Return why no request could have this value, after its name; None if one could."""
+    fields = {_param(name): value}
     try:
-        msgspec.convert({_param(name): value}, SamplingParams, str_keys=True)
+        msgspec.convert(fields, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        return in_words(str(error).partition(" - at")[0])
+        found = field_error(error, fields, SamplingParams)
+        return f"{name}{found.path.removeprefix(_param(name))}: {found.problem}"
     return None
 
 
@@ -95,7 +97,7 @@ def sampling_defaults(text: str) -> SamplingDefaults:
         raise ValueError(f"{unknown[0]!r} has no default here; known: {', '.join(known)}")
     for name, value in values.items():
         if value is not None and (problem := _problem(name, value)) is not None:
-            raise ValueError(f"{name}: {problem}")
+            raise ValueError(problem)
     return msgspec.convert(values, SamplingDefaults, str_keys=True)
 
 

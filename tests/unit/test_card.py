@@ -159,12 +159,12 @@ def test_an_option_is_a_json_object_and_null_leaves_a_parameter_open() -> None:
     [
         ("temperature=0.2", "not a JSON object"),
         ("[0.2]", "not a JSON object"),
-        ('{"temperature": "low"}', "temperature: must be a number, not a string"),
-        ('{"bad_words_ids": [5]}', "bad_words_ids: must be a list, not a number"),
-        ('{"logit_bias": {"5": 200}}', "logit_bias: must be a number, at most 100"),
+        ('{"temperature": "low"}', "temperature: must be a number from 0 to 2; got the text"),
+        ('{"bad_words_ids": [5]}', "bad_words_ids[0]: must be a list of 1 to 1,024 items; got 5"),
+        ('{"logit_bias": {"5": 200}}', "logit_bias.5: must be a number from -100 to 100; got 200"),
         ('{"temprature": 0.2}', "'temprature' has no default here; known: temperature, top_p"),
-        ('{"temperature": 9}', "temperature: must be a number, at most 2"),
-        ('{"top_k": 1.5}', "top_k: must be a whole number, not a number with decimals"),
+        ('{"temperature": 9}', "temperature: must be a number from 0 to 2; got 9"),
+        ('{"top_k": 1.5}', "top_k: must be a whole number from -1 to 16,777,216; got 1.5"),
     ],
 )
 def test_a_bad_option_is_a_usage_error_before_anything_starts(text: str, message: str) -> None:

@@ -119,7 +119,7 @@ def test_given_parameters_are_sent_to_the_engine() -> None:
         ("token_ids", {}, {"token_ids": []}),
         ("token_ids[1]", {}, {"token_ids": [1, -1]}),
         ("request_id", {}, {"request_id": "a b"}),
-        ("reasoning_parser_kwargs", {}, {"reasoning_parser_kwargs": {"other": 1}}),
+        ("reasoning_parser_kwargs.other", {}, {"reasoning_parser_kwargs": {"other": 1}}),
         ("mood", {}, {"mood": 1, "strict_params": True}),
         ("sampling_params.mood", {"mood": 1}, {"strict_params": True}),
         ("kv_transfer_params", {}, {"kv_transfer_params": {}, "strict_params": True}),

@@ -43,7 +43,7 @@ from tools.cluster.command import (
 from tools.commands.models import add_model, resolve
 from tools.config_file import add_config_option, api_keys_in_effect
 from tools.failure import Failure
-from tools.flags import add_flags, build
+from tools.flags import build
 from tools.http.web import KEY_VARIABLE, WebServer
 from tools.models.catalogue import CATALOGUE, DEFAULT
 from tools.models.fetch import cached_file, free_space, home
@@ -64,9 +64,11 @@ from tools.models.preflight import (
 from tools.models.pulling import served_name
 from tools.models.stored import hub_cache
 from tools.models.trials import PassedTrials
+from tools.option_groups import add_grouped_flags
 from tools.processes import run_lock
 from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child, Command, module_command, run_module
+from tools.processes.detached import Background, run_detached
 from tools.processes.gated_start import GatedStart, stop_signals_as_failures
 from tools.processes.models_file import given_models, model_config
 from tools.processes.new_models import NewModels
@@ -77,8 +79,8 @@ from tools.processes.saved_models import (
     write_saved,
 )
 from tools.processes.serve_commands import engine_command, engine_commands, gateway_command
-from tools.processes.serve_plan import ServePlan, banner
-from tools.processes.server_log import ServerLog, keeping
+from tools.processes.serve_plan import FOREGROUND, ServePlan, banner, in_background
+from tools.processes.server_log import ServerLog, ended_logs, keeping
 from tools.processes.several_models import (
     check_shared,
     engines_of_models,
@@ -111,21 +113,13 @@ EXAMPLES = f"""\
 examples:
   tidegate serve                                  the default model, {DEFAULT}, on port 8000
   tidegate serve ~/models/qwen3-4b                a Hugging Face directory (safetensors)
+  tidegate serve --detach                         in the background
   tidegate serve model.gguf --port 8001           a GGUF file, on another port
   tidegate serve Qwen/Qwen3-0.6B                  a model on the Hugging Face Hub (tidegate pull)
   tidegate serve --max-len 4096 --max-slots 16    use less memory: shorter and fewer requests
-  tidegate serve --served-name small --gateways 2
-  tidegate serve --render-only DIRECTORY          render, derender and tokenize, without an engine
   tidegate serve Qwen/Qwen3-0.6B big=./model.gguf --load first-use --max-loaded 1
                                                   two models, one in memory at a time
-  tidegate serve --models models.toml             several models, each with options of its own
-  tidegate serve --split                          two engines: one for prompts, one for answers
   tidegate serve --replicas 2                     two engines of the model; streams survive one
-  tidegate serve --engines tcp://a:5600,tcp://b:5600 --cluster-key cluster.key
-                                                  the same with engines on other hosts
-  tidegate serve --cluster auto --replicas 4      four engines, placed on the nodes by Ray
-  tidegate serve --prefill tcp://a:5600 --decode tcp://b:5600 --cluster-key cluster.key
-                                                  engines on other hosts (tidegate engine --help)
 """
 
 CONFIGS = (
@@ -149,8 +143,13 @@ CHECK_TIMEOUT_S = 60
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, several=True)
     add_config_option(parser, CONFIGS, several=True)
-    for title, config in CONFIGS:
-        add_flags(parser, config, title=title)
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="go on in the background when the server is ready, and end with the exit code of the "
+        "start",
+    )
+    add_grouped_flags(parser, [config for _, config in CONFIGS])
 
 
 def plan(options: Mapping[str, Any], style: LogStyle = "text") -> ServePlan:
@@ -248,6 +247,16 @@ def commands(plan: ServePlan, *, lock: int) -> list[Command]:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.detach:
+        return run_detached(lambda background: _run(options, background))
+    return _run(options)
+
+
+def _run(options: argparse.Namespace, background: Background | None = None) -> int:
+    """Run the server, and return its exit code.
+
+    background   the server goes on there when it is ready; None: it stays in the foreground
+    """
     started = time.monotonic()
     attach_if_supervised(signal.SIGTERM)  # started by a command, for the time of its run
     own = os.environ.pop(KEY_VARIABLE, "")  # the child processes get only a digest of the key
@@ -264,14 +273,19 @@ def run(options: argparse.Namespace) -> int:
     with (
         stop_signals_as_failures(),
         run_lock.holding(planned.directory) as lock,
-        keeping(planned.directory, planned.serve.log_file_mib, terminal) as log,
+        keeping(
+            planned.directory,
+            planned.serve.log_file_mib,
+            terminal,
+            kept_in=ended_logs(home()) / planned.directory.name if background else None,
+        ) as log,
     ):
         _prepare_directory(planned, lock)
         found = _with_model_path(planned, terminal)
         check = _check_models if found.models else _check_model
         with GatedStart(log) as start, start.interruptible():
             checked = check(found, start, lock, terminal)
-        return _serve(checked, start.children, lock, started, terminal, log)
+        return _serve(checked, start.children, lock, started, terminal, log, background)
 
 
 def _prepare_directory(plan: ServePlan, lock: int) -> None:
@@ -417,6 +431,7 @@ def _serve(
     started: float,
     terminal: Terminal,
     log: ServerLog,
+    background: Background | None,
 ) -> int:
     has_model = bool(plan.engines or plan.serve.render_only)
     loads = bool(plan.planned.loaded if plan.planned else plan.engines)
@@ -430,7 +445,10 @@ def _serve(
 
     def show_banner(model: str | None) -> None:
         _describe(lock, plan, [model])
-        terminal.show(banner(plan, model, time.monotonic() - started))
+        ending = in_background(plan) if background else FOREGROUND
+        terminal.show(banner(plan, model, time.monotonic() - started, ending))
+        if background:
+            background.enter()
 
     return supervise(
         commands(plan, lock=lock),

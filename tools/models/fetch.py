@@ -35,6 +35,7 @@ from tools.models.catalogue import CATALOGUE, Entry
 from tools.models.download import FileProgress, NoSpace, OnProgress, no_progress
 from tools.models.wheel_file import WheelFile
 from tools.paths import user_path
+from tools.sizes import format_size as format_size
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -204,13 +205,6 @@ def free_space(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def format_size(size: int) -> str:
-    """Return a size in bytes as text: "1.5 GB", "93 MB", "0.3 MB"."""
-    if size >= 1e9:
-        return f"{size / 1e9:.1f} GB"
-    return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
 def _download(

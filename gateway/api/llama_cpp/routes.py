@@ -96,8 +96,8 @@ def _of_drawn(prompt_request: PromptRequest) -> PromptRequest:
             for params in prompt_request.choices
         ]
     except ValueError as error:  # the message begins with the field's name
-        _, why = str(error).split(maxsplit=1)
-        raise InvalidRequest.at("logprobs_of", why) from None
+        _, _, problem = str(error).partition(": ")
+        raise InvalidRequest.at("logprobs_of", problem) from None
     return replace(prompt_request, choices=choices)
 
 

@@ -221,6 +221,7 @@ class Preparation:
             format=start.bound.with_drafts() if has_grammar else start.bound,
             tools=plan.declared,
             starts_inside=start.inside,
+            continues_reasoning=start.thought,
             include_reasoning=self.body.include_reasoning is not False,
             parallel_tool_calls=self.plan.allows_many,
             calls_or_text=self.is_calls_or_form,
