@@ -4,10 +4,10 @@
 // ... } made: when, in ms. calls: [{ id, name, args }], where `args` is the JSON text that has arrived.
 
 import { streamEvents } from "./api.js";
-import { fetchModels, isAsleep } from "./models.js";
+import { fetchModels, isAsleep, loadingTime } from "./models.js";
 
 const PATH = "v1/chat/completions";
-const LOOK_MS = 1000; // an answer that has not begun by then may wait for its model
+const LOOK_MS = 1000; // how often to look whether an answer that has not begun waits for its model
 export const LOADING = "The model is loading …";
 const FINISHED = {
   length: "The answer reached its token limit.",
@@ -69,7 +69,7 @@ export async function streamAnswer(message, body, signal, onChange) {
     message.isLoading = isAsleep(message.model);
     onChange();
   };
-  const later = setTimeout(() => fetchModels().then(look, () => {}), LOOK_MS);
+  const looking = setInterval(() => hasBegun || fetchModels().then(look, () => {}), LOOK_MS);
   look();
   try {
     for await (const { data, requestId } of streamEvents(PATH, body, { signal })) {
@@ -85,7 +85,7 @@ export async function streamAnswer(message, body, signal, onChange) {
     else message.error = plainError(error);
   }
   hasBegun = true;
-  clearTimeout(later);
+  clearInterval(looking);
   message.isLoading = false;
   message.tookMs = performance.now() - started;
   onChange();
@@ -157,6 +157,11 @@ export function describeFirstToken({ timings, firstMs, hasLoaded }) {
 
 function counted(number) {
   return number.toLocaleString("en");
+}
+
+/** Return what an answer waits for while its model is not ready. */
+export function describeLoading({ model }) {
+  return [`Loading ${model} …`, loadingTime(model)].filter(Boolean).join(", ");
 }
 
 /** Return why an answer ended, if the user may want to know it; otherwise "". */
