@@ -17,9 +17,13 @@ const FINISHED = {
 };
 const CUT = new Set(Object.keys(FINISHED)); // ends after which the model had more to say
 
+/** Return an id that nothing else has. Only pages over https, or of localhost, have randomUUID. */
+export function newId() {
+  return crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
+}
+
 export function newMessage(role, content = "") {
-  const made = Date.now();
-  return { id: crypto.randomUUID?.() ?? `${made}-${Math.random()}`, role, content, made };
+  return { id: newId(), role, content, made: Date.now() };
 }
 
 /** Return an empty answer. It keeps the model and the settings, so its request can be shown. */

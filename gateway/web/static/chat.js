@@ -8,8 +8,9 @@ import { ModelMenu } from "./model-menu.js";
 import { knownModels, MODEL_CHOSEN, takeChosenModel } from "./models.js";
 import { messageView } from "./message-view.js";
 import { Panels } from "./panels.js";
+import { PRESETS_CHANGED } from "./presets.js";
 import { chats } from "./session.js";
-import { describeSettings, SettingsForm } from "./settings.js";
+import { SettingsPanel } from "./settings-panel.js";
 import { readDraft, writeDraft } from "./store.js";
 import { versionsOf } from "./versions.js";
 import { welcome } from "./welcome.js";
@@ -74,8 +75,14 @@ class ChatTab {
       icon("send"),
     );
     this.problem = h("div", { class: "problem" });
-    this.changed = h("p", { class: "changed" });
-    this.form = new SettingsForm({}, () => this.saveSettings());
+    this.settings = new SettingsPanel(
+      {
+        onChange: () => this.saveSettings(),
+        onPreset: (settings) => this.takePreset(settings),
+        toggle: (isOpen) => this.panels.toggle("settings", isOpen),
+      },
+      this.abort.signal,
+    );
     const composer = h("form", { class: "composer" }, this.input, this.sendButton);
     const settingsButton = iconButton("sliders", "Settings", () => this.panels.toggle("settings"), {
       title: "Settings (Alt + S)",
@@ -96,17 +103,7 @@ class ChatTab {
         button: listButton,
       },
       settings: {
-        element: h(
-          "aside",
-          { id: "chat-settings", class: "side settings-side", "aria-label": "Settings" },
-          h(
-            "div",
-            { class: "side-head" },
-            h("h2", {}, "Settings"),
-            iconButton("close", "Close the settings", () => this.panels.toggle("settings", false)),
-          ),
-          this.form.element,
-        ),
+        element: this.settings.element,
         button: settingsButton,
       },
     };
@@ -127,7 +124,7 @@ class ChatTab {
         "div",
         { class: "bottom" },
         this.problem,
-        this.changed,
+        this.settings.changed,
         composer,
         h("p", { class: "hint muted" }, "Conversations stay in this browser."),
       ),
@@ -162,6 +159,10 @@ class ChatTab {
     on(this.input, "input", () => this.onInput());
     on(this.thread, "scroll", () => this.onScroll());
     on(window, MODEL_CHOSEN, () => this.openChosen());
+    on(window, PRESETS_CHANGED, () => {
+      this.drawEmpty();
+      this.list.draw(this.conversation); // whether there is something to export
+    });
   }
 
   async start() {
@@ -279,26 +280,8 @@ class ChatTab {
   showModels() {
     const { conversation } = this;
     conversation.model = this.menu.choose(conversation.model) || conversation.model;
-    this.form.show(conversation.settings, this.modelEntry());
-    this.drawChangedSettings();
+    this.settings.show(conversation.settings, this.modelEntry());
     this.drawEmpty();
-  }
-
-  /** Say which settings apply to the next message, as a new conversation has those of the last one. */
-  drawChangedSettings() {
-    const words = describeSettings(this.conversation.settings);
-    const action = (label, onclick) =>
-      h("button", { type: "button", class: "button small ghost", onclick }, label);
-    fill(
-      this.changed,
-      ...(words.length
-        ? [
-            h("span", {}, `Settings: ${words.join(", ")}`),
-            action("Change", () => this.panels.toggle("settings", true)),
-            action("Use the defaults", () => this.form.reset()),
-          ]
-        : []),
-    );
   }
 
   /** Return the entry of GET /v1/models for the conversation's model, or null. */
@@ -312,8 +295,14 @@ class ChatTab {
     this.saveSettings();
   }
 
+  takePreset(settings) {
+    this.conversation.settings = settings;
+    this.showModels();
+    this.saveSettings();
+  }
+
   saveSettings() {
-    this.drawChangedSettings();
+    this.drawEmpty();
     if (this.conversation.messages.length) chats.save(this.conversation);
   }
 
@@ -385,7 +374,15 @@ class ChatTab {
     if (this.conversation.messages.length) return;
     fill(
       this.thread,
-      welcome(this.modelEntry(), (text) => this.send(text)),
+      welcome({
+        model: this.modelEntry(),
+        settings: this.conversation.settings,
+        send: (text) => this.send(text),
+        choose: (settings) => {
+          this.takePreset(settings);
+          this.input.focus();
+        },
+      }),
     );
   }
 

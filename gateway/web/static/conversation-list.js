@@ -2,6 +2,7 @@
 
 import { fill, h, icon, iconButton, saveFile } from "./dom.js";
 import { markedParts, patternsOf, search } from "./search.js";
+import { addPresets, presets } from "./presets.js";
 import { chats } from "./session.js";
 import { MAX_CONVERSATIONS, writeDraft } from "./store.js";
 import { exported, readExport } from "./transfer.js";
@@ -27,7 +28,7 @@ export class ConversationList {
     const small = (picture, label, onclick) =>
       h("button", { type: "button", class: "button small ghost", onclick }, icon(picture), label);
     this.exportAll = small("download", "Export all", () =>
-      exportConversations(chats.conversations, "conversations"),
+      saveExport("conversations", chats.conversations, presets()),
     );
     const file = h("input", {
       type: "file",
@@ -94,7 +95,7 @@ export class ConversationList {
       found.map((each) => this.itemOf(each, patterns, before)),
     );
     this.query.hidden = !all.length;
-    this.exportAll.hidden = !all.length;
+    this.exportAll.hidden = !all.length && !presets().length;
     this.found.textContent = patterns.length ? inWords(found.length, this.query.value.trim()) : "";
   }
 
@@ -138,9 +139,7 @@ export class ConversationList {
         "span",
         { class: "item-tools" },
         iconButton("edit", `Rename “${title}”`, () => this.rename(conversation, item)),
-        iconButton("download", `Export “${title}”`, () =>
-          exportConversations([conversation], title),
-        ),
+        iconButton("download", `Export “${title}”`, () => saveExport(title, [conversation])),
         iconButton("trash", `Delete “${title}”`, () => this.remove(conversation)),
       ),
     );
@@ -194,8 +193,10 @@ export class ConversationList {
     const [file] = input.files;
     if (!file) return;
     try {
-      const count = await chats.addAll(readExport(await file.text()));
-      this.tell(h("span", {}, describeImport(count)));
+      const found = readExport(await file.text());
+      const numPresets = addPresets(found.presets);
+      const count = await chats.addAll(found.conversations);
+      this.tell(h("span", {}, describeImport({ ...count, numPresets })));
     } catch (error) {
       const words = `${file.name} was not imported. ${error.message}`;
       clearTimeout(this.timer);
@@ -223,7 +224,7 @@ function inWords(number, query) {
 }
 
 /** Return the result of an import in words: "2 conversations were added, 1 was here already." */
-function describeImport({ added, updated, known, removed }) {
+function describeImport({ added, updated, known, removed, numPresets }) {
   const was = (number) => (number === 1 ? "was" : "were");
   const things = `conversation${added === 1 ? "" : "s"}`;
   const parts = [`${added || "No"} ${things} ${was(added)} added`];
@@ -231,10 +232,12 @@ function describeImport({ added, updated, known, removed }) {
   if (known) parts.push(`${known} ${was(known)} here already`);
   if (removed)
     parts.push(`${removed} ${was(removed)} removed, as at most ${MAX_CONVERSATIONS} are kept`);
+  if (numPresets)
+    parts.push(`${numPresets} preset${numPresets === 1 ? "" : "s"} ${was(numPresets)} added`);
   return `${parts.join(", ")}.`;
 }
 
-function exportConversations(conversations, title) {
+function saveExport(title, ...content) {
   const name = title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "conversation";
-  saveFile(`${name}.json`, "application/json", exported(conversations));
+  saveFile(`${name}.json`, "application/json", exported(...content));
 }

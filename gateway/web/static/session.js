@@ -7,7 +7,7 @@
 //   message   a message has changed; detail: { conversation, message }
 //   end       an answer has ended; detail: { conversation, message }
 
-import { newAnswer, newMessage, reopen, streamAnswer } from "./answer.js";
+import { newAnswer, newId, newMessage, reopen, streamAnswer } from "./answer.js";
 import { apiMessages, chatBody, continued, streamed } from "./requests.js";
 import { ConversationStore } from "./store.js";
 import { adopt, append, hideFrom, show, versionsOf } from "./versions.js";
@@ -40,7 +40,7 @@ class Chats extends EventTarget {
 
   /** Return a new conversation. It is listed and kept once it has a message. */
   draft(model, settings = {}) {
-    const { id } = newMessage("user");
+    const id = newId();
     const parts = { messages: [], hidden: [] };
     return { id, title: "", model, settings: { ...settings }, ...parts, used: Date.now() };
   }

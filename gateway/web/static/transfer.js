@@ -1,17 +1,18 @@
-// Writes conversations to a file, and reads such files. It draws nothing.
+// Writes conversations and presets to a file, and reads such files. It draws nothing.
 //
-// A file is JSON: { tidegate: 1, conversations: [...] }. What is read is checked, because a value of a
+// A file is JSON: { tidegate: 1, conversations: [...], presets: [...] }, without presets if it has
+// a single conversation. What is read is checked, because a value of a
 // wrong type would break the page at each start. Fields that are not in the tables below are kept.
 
 const FORMAT = 1;
 const ROLES = ["user", "assistant", "tool"];
 
-/** Return conversations as the text of a file. */
-export function exported(conversations) {
-  return JSON.stringify({ tidegate: FORMAT, conversations }, null, 2);
+/** Return conversations, and presets if any are given, as the text of a file. */
+export function exported(conversations, presets) {
+  return JSON.stringify({ tidegate: FORMAT, conversations, presets }, null, 2);
 }
 
-/** Return the conversations of a file. Raises Error with what is wrong, and where. */
+/** Return the { conversations, presets } of a file. Raises Error with what is wrong, and where. */
 export function readExport(text) {
   let data;
   try {
@@ -24,7 +25,7 @@ export function readExport(text) {
   if (data.tidegate !== FORMAT)
     throw new Error(`It has format ${data.tidegate}, and this page reads format ${FORMAT}.`);
   FILE(data, "");
-  return data.conversations;
+  return { conversations: data.conversations, presets: data.presets ?? [] };
 }
 
 // ---- checks: functions (value, path) that raise Error
@@ -122,4 +123,7 @@ function answered(message, path) {
 }
 
 const ANSWER = shape({ calls: list(object), reasoning: text, model: text, settings });
-const FILE = shape({ conversations: list(conversation) });
+const FILE = shape(
+  { conversations: list(conversation) },
+  { presets: list(shape({ id: text, name: text, settings })) },
+);
