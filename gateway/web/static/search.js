@@ -12,7 +12,7 @@ export function patternsOf(query) {
 /**
  * Return the conversations in whose title and shown messages all patterns occur, in their order:
  * [{ conversation, message, excerpt }]. `message` is the first one with one of the patterns, and
- * `excerpt` the text around it; null if only the title has them.
+ * `excerpt` the text around it; null if only the title has them, or if both are the same.
  */
 export function search(conversations, patterns) {
   const found = [];
@@ -22,10 +22,12 @@ export function search(conversations, patterns) {
       pattern.test(title) || messages.some(({ content }) => pattern.test(content));
     if (!patterns.every(occurs)) continue;
     const message = messages.find(({ content }) => patterns.some((each) => each.test(content)));
+    const excerpt = message ? excerptOf(message.content, patterns) : null;
+    // The title is often the whole first message, which need not be shown twice.
     found.push({
       conversation,
       message: message ?? null,
-      excerpt: message ? excerptOf(message.content, patterns) : null,
+      excerpt: excerpt === title ? null : excerpt,
     });
   }
   return found;
