@@ -29,7 +29,7 @@ from protocol.wire.errors import InvalidRequest
 _END = "\ue000end of the final message\ue000"
 """A text that marks the end of the final message in the template's output. It contains private-use
 characters, which templates do not change."""
-_NO_CONTENT = ("", None, [], [{"type": "text", "text": ""}])
+_NO_CONTENT: tuple[Any, ...] = ("", None, [], [{"type": "text", "text": ""}])
 
 
 NO_TEMPLATE = "this model has no chat template"
@@ -111,8 +111,8 @@ class ChatRenderer:
         InvalidRequest if the model has no usable template."""
         found = self._tool_use if tools else self._default
         if isinstance(found, str):
-            raise InvalidRequest(
-                f"{found}; use the completions API with a text prompt", param="messages"
+            raise InvalidRequest.at(
+                "messages", f"{found}; use the completions API with a text prompt"
             )
         return found
 
@@ -178,7 +178,7 @@ class ChatRenderer:
         tool_format = conversation.tool_format
         param = conversation.param
         if not traits.renders_users:
-            raise InvalidRequest(NOT_FOR_CHATS, param=param)
+            raise InvalidRequest.at(param, NOT_FOR_CHATS)
         messages = template_messages(
             conversation.messages, traits, tools, tool_format=tool_format, param=param
         )
@@ -219,7 +219,7 @@ class ChatRenderer:
         try:
             return self._templates.load_foreign(source, self._special_tokens)
         except ValueError as error:
-            raise InvalidRequest(str(error), param="chat_template") from None
+            raise InvalidRequest.at("chat_template", str(error)) from None
 
 
 def _rendered(
@@ -246,9 +246,8 @@ def _check_continues(conversation: PromptConversation, last: Mapping[str, Any]) 
     """Raise InvalidRequest if the options contradict each other, or if the text of the last
     message, in the template's form, is not the end of the prompt."""
     if conversation.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt cannot both be true",
-            param="continue_final_message",
+        raise InvalidRequest.at(
+            "continue_final_message", "cannot be true if add_generation_prompt is true"
         )
     if last.get("tool_calls") or isinstance(last.get("content"), Mapping):
         raise InvalidRequest.at(
@@ -274,8 +273,8 @@ def _up_to_end_mark(text: str) -> str:
     """Return the prompt up to the end mark. Raises InvalidRequest if the mark is missing."""
     before, mark, _ = text.rpartition(_END)
     if not mark:
-        raise InvalidRequest(
+        raise InvalidRequest.at(
+            "continue_final_message",
             "the model's chat template omits the final message, so it cannot be continued",
-            param="continue_final_message",
         )
     return before

@@ -141,8 +141,8 @@ def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingP
             for place in range(sampling.n or 1)
         ]
     except ValueError as error:  # the message starts with the field's name
-        field = _FIELD.match(str(error))[0]  # type: ignore[index]  # matches any text
-        raise InvalidRequest(f"{SAMPLING}.{error}", param=f"{SAMPLING}.{field}") from None
+        field, _, problem = str(error).partition(": ")
+        raise InvalidRequest.at(f"{SAMPLING}.{field}", problem) from None
 
 
 def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:

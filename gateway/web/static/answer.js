@@ -9,6 +9,7 @@ import { fetchModels, isAsleep, loadingTime } from "./models.js";
 const PATH = "v1/chat/completions";
 const LOOK_MS = 1000; // how often to look whether an answer that has not begun waits for its model
 export const LOADING = "The model is loading …";
+export const WITH_LOADING = ", with the loading of the model";
 const FINISHED = {
   length: "The answer reached its token limit.",
   abort: "The server ended the answer.",
@@ -156,7 +157,7 @@ export function describeSpeed(message) {
 /** Return the time to the first token, and whether the model was loaded in it; "" if there is none. */
 export function describeFirstToken({ timings, firstMs, hasLoaded }) {
   const ms = timings?.first_token_ms ?? firstMs ?? null;
-  return ms === null ? "" : `${inWords(ms)}${hasLoaded ? ", with the loading of the model" : ""}`;
+  return ms === null ? "" : `${inWords(ms)}${hasLoaded ? WITH_LOADING : ""}`;
 }
 
 function counted(number) {

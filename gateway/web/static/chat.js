@@ -119,7 +119,13 @@ class ChatTab {
         iconButton("plus", "New conversation", () => this.create(), { class: "icon-button new" }),
         settingsButton,
       ),
-      h("div", { class: "scroll" }, this.thread, this.toEnd),
+      h(
+        "div",
+        { class: "scroll" },
+        h("h2", { class: "visually-hidden" }, "Messages"), // above the headings of answers
+        this.thread,
+        this.toEnd,
+      ),
       h(
         "div",
         { class: "bottom" },

@@ -2,8 +2,9 @@
 
 import { canContinue, describeEnd, describeLoading, describeSpeed } from "./answer.js";
 import { errorBox } from "./api.js";
+import { codeBlock } from "./code-block.js";
 import { copyButton, fill, h, icon, iconButton } from "./dom.js";
-import { MarkdownView, codeBlock } from "./markdown.js";
+import { MarkdownView } from "./markdown.js";
 import { TokensView } from "./tokens.js";
 
 /**
