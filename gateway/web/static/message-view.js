@@ -1,6 +1,6 @@
 // Shows one message of a conversation, and changes with it while it is streamed.
 
-import { canContinue, describeEnd, describeSpeed, LOADING } from "./answer.js";
+import { canContinue, describeEnd, describeLoading, describeSpeed } from "./answer.js";
 import { errorBox } from "./api.js";
 import { codeBlock } from "./code-block.js";
 import { copyButton, fill, h, icon, iconButton } from "./dom.js";
@@ -126,7 +126,9 @@ class UserView {
 }
 
 class ResultView {
-  constructor({ name, content }) {
+  constructor(message) {
+    const { name, content } = message;
+    this.message = message;
     const summary = h("summary", {}, "Result of ", h("code", {}, name));
     this.element = h(
       "article",
@@ -158,7 +160,7 @@ class AnswerView {
       h("span"),
       h("span"),
     );
-    this.loading = h("p", { class: "muted", hidden: true }, LOADING);
+    this.loading = h("p", { class: "muted", hidden: true });
     this.foot = h("div", { class: "foot" });
     this.tools = h("div", { class: "tools" });
     this.element = h(
@@ -194,6 +196,7 @@ class AnswerView {
     if (hasTokens && this.showsTokens) this.tokens.update(message.logprobs);
     else this.text.update(message.content);
     this.loading.hidden = !isRunning || !message.isLoading;
+    if (message.isLoading) this.loading.textContent = describeLoading(message);
     this.waiting.hidden = !isRunning || Boolean(message.content || message.calls.length);
     this.element.setAttribute("aria-busy", String(isRunning));
     this.element.classList.toggle("running", isRunning);
