@@ -103,6 +103,7 @@ class AnswerView {
     this.state = { isRunning: false, isLast: false };
     this.showsTokens = Boolean(message.settings?.logprobs);
     this.thought = h("div", { class: "thought" });
+    this.shownThought = "";
     this.summary = h("summary", {}, "");
     this.reasoning = h("details", { class: "reasoning", hidden: true }, this.summary, this.thought);
     this.text = new MarkdownView();
@@ -140,7 +141,7 @@ class AnswerView {
     const { isRunning, isLast } = state;
     const hasTokens = Boolean(message.logprobs?.length);
     this.reasoning.hidden = !message.reasoning;
-    this.thought.textContent = message.reasoning;
+    this.drawThought();
     this.summary.textContent =
       isRunning && !message.content && !message.calls.length ? "Thinking…" : "Reasoning";
     this.text.element.hidden = hasTokens && this.showsTokens;
@@ -154,6 +155,15 @@ class AnswerView {
     this.drawCalls(isRunning, isLast);
     this.drawFoot(isRunning);
     this.drawTools(isRunning, hasTokens);
+  }
+
+  /** Append what has arrived of the reasoning. */
+  drawThought() {
+    const { reasoning } = this.message;
+    const { length } = this.shownThought;
+    if (!reasoning.startsWith(this.shownThought)) this.thought.textContent = reasoning;
+    else if (reasoning.length > length) this.thought.append(reasoning.slice(length));
+    this.shownThought = reasoning;
   }
 
   drawCalls(isRunning, isLast) {
