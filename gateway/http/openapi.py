@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.http.field_docs import describe
+from gateway.http.field_docs import describe, sort_fields
 from gateway.http.route import Operation, Stream
 
 OPENAPI = "3.2.0"
@@ -82,6 +82,7 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[Any, Json], Json]:
     found, components = msgspec.json.schema_components(types, ref_template=REFERENCES)
     components = dict(components)
     describe(components, types)
+    sort_fields(components, [body for operation in operations for body in operation.takes])
     return dict(zip(types, found, strict=True)), components
 
 
@@ -124,8 +125,11 @@ def _any_of(schemas: Sequence[Json]) -> Json:
 
 
 def operation_id(operation: Operation) -> str:
-    """Return the operation's unique id, such as `get_v1_models_name`."""
+    """Return the operation's unique id, such as `get_v1_models_name`. `/docs/` is `get_docs_index`,
+    since `/docs` is an operation of its own."""
     words = re.findall(r"\w+", operation.rule.replace("path:", ""))
+    if words and operation.rule.endswith("/"):
+        words.append("index")
     return "_".join([operation.method, *words])
 
 

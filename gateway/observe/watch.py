@@ -1,9 +1,9 @@
 """Polls the engines for the clients of /v1/watch, and sends the same frames to all of them.
 
 One timer per process polls, however many watch, and only while someone does. Each frame is encoded
-once. A watcher that does not read in time skips frames. All of this happens in gevent's hub,
-without a greenlet, so a frame costs the process little (tests/benchmarks/watch_cost.py).
-"""
+once, and once more for new watchers, with what was before it. A watcher that does not read in time
+skips frames. All of this happens in gevent's hub, without a greenlet, so a frame costs the process
+little (tests/benchmarks/watch_cost.py)."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ class WatchPoller:
         self._list_engines = engines
         self._is_draining = is_draining
         self._watchers: list[Watcher] = []
+        #: Those that have received no frame yet.
+        self._new: list[Watcher] = []
         self._timer: Any = None
         self._engines: dict[tuple[str, str], EngineWatcher] = {}
         self._clear()
@@ -71,18 +73,22 @@ class WatchPoller:
         self._last: bytes | None = None
 
     def add(self, watcher: Watcher) -> None:
-        """Send the last frame and all later ones to `watcher`."""
+        """Send the last frame, with what was before it, and all later ones to `watcher`."""
         self._watchers.append(watcher)
-        if self._last is not None:
-            watcher.show(self._last)
+        # While a round is open, some engines have steps that the next frame will have, too.
+        if self._last is not None and not self._pending:
+            watcher.show(self._encode([engine.first_frame() for engine in self._frames]))
+        else:
+            self._new.append(watcher)
         if self._timer is None:
             self._timer = get_hub().loop.timer(0, repeat=EVERY_S)
             self._timer.start(self._poll)
 
     def remove(self, watcher: Watcher) -> None:
         """Send no more frames to `watcher`. Without watchers, polling ends. May be called twice."""
-        if watcher in self._watchers:
-            self._watchers.remove(watcher)
+        for watchers in (self._watchers, self._new):
+            if watcher in watchers:
+                watchers.remove(watcher)
         if not self._watchers:
             self.close()
 
@@ -172,8 +178,11 @@ class WatchPoller:
 
     def _show(self) -> None:
         """Send the frames of all engines to all watchers."""
-        engines = list(self._frames.values())
-        frame = WatchFrame(at=time.time(), every_s=EVERY_S, engines=engines)
-        self._last = msgspec.json.encode(frame)
+        new, self._new = self._new, []
+        first = self._encode([engine.first_frame() for engine in self._frames]) if new else b""
+        self._last = last = self._encode(list(self._frames.values()))
         for watcher in list(self._watchers):
-            watcher.show(self._last)
+            watcher.show(first if watcher in new else last)
+
+    def _encode(self, engines: list[EngineFrame]) -> bytes:
+        return msgspec.json.encode(WatchFrame(at=time.time(), every_s=EVERY_S, engines=engines))

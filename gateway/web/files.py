@@ -17,10 +17,11 @@ CONTENT_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml; charset=utf-8",
+    ".png": "image/png",
     ".woff2": "font/woff2",
 }
 """Suffix of a file -> its content type. Files with other suffixes are not sent."""
-COMPRESSED = {".woff2"}
+COMPRESSED = {".png", ".woff2"}
 """Suffixes of files that gzip would not make smaller."""
 CONTENT_SECURITY_POLICY = "; ".join(
     (

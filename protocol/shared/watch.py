@@ -2,11 +2,14 @@
 
 `GET /v1/watch` sends `WatchFrame`s, and `tidegate top` draws the same `EngineFrame`s. The engine
 reports counters only. Everything that needs two reports is computed here, without I/O.
+
+What was before the first report comes from the engine's log of steps. So a page has curves from its
+first frame, although nothing is measured while nobody watches.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import msgspec
@@ -14,7 +17,7 @@ import msgspec
 from protocol.engine.messages import EngineStatus, Limits
 from protocol.engine.stats import BlockCounts, EngineStats, StepSummary
 from protocol.engine.usage import RequestStatus
-from protocol.shared.latency import grown, quantiles
+from protocol.shared.latency import NUM_BUCKETS, bucket, grown, quantiles
 
 WINDOW_S = 60.0
 """Percentiles are those of this many seconds."""
@@ -24,6 +27,8 @@ MAX_STEPS = 120
 """Most entries for steps in one frame. If there are more, neighbours are merged."""
 FIRST_STEPS_S = 30.0
 """The first frame also has the steps of this many seconds before it."""
+MAX_PAST = 90
+"""Most entries of `EngineFrame.past`. There is one for each second."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +60,21 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99: float
 
 
+class PastPoint(msgspec.Struct, frozen=True):
+    """What the curves of an engine showed at a time of its clock.
+
+    at_s          the time, in seconds
+    tokens_per_s  generated tokens per second
+    first_token   median of the last minute, in seconds; None: there was none, or it is not known
+    gap           the same of the gaps between tokens
+    """
+
+    at_s: float
+    tokens_per_s: float
+    first_token: float | None
+    gap: float | None
+
+
 class EngineFrame(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one engine, and what it did since the frame before."""
 
@@ -82,6 +102,9 @@ class EngineFrame(msgspec.Struct, frozen=True, kw_only=True):
     #: Number of open requests; `requests` has the oldest of them.
     num_open: int = 0
     requests: list[RequestStatus] = []
+    #: The curves until now, oldest point first. Only in the first frame of each client; its `steps`
+    #: are the last ones, not those since a frame before.
+    past: list[PastPoint] = []
 
 
 class WatchFrame(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,10 +161,16 @@ class EngineWatcher:
         self._statuses: deque[EngineStatus] = deque()
         self._last = EngineFrame(model=model, role=role, engine=engine)
         self._last_step = 0
+        self._past: deque[PastPoint] = deque(maxlen=MAX_PAST)
+        self._steps: deque[StepSummary] = deque(maxlen=MAX_STEPS)
 
     def repeat(self) -> EngineFrame:
         """Return the last frame again, without its steps, because there is no newer status yet."""
         return msgspec.structs.replace(self._last, steps=[])
+
+    def first_frame(self) -> EngineFrame:
+        """Return the last frame for a client that has seen none, with what was before it."""
+        return msgspec.structs.replace(self._last, steps=list(self._steps), past=list(self._past))
 
     @property
     def after_step(self) -> int:
@@ -154,6 +183,7 @@ class EngineWatcher:
         if statuses and status.stats.num_steps < statuses[-1].stats.num_steps:
             statuses.clear()  # the engine was restarted
             self._last_step = 0
+            self._steps.clear()
         before = statuses[-1] if statuses else None
         kept = msgspec.structs.replace(status, steps=[], rows=[])
         statuses.append(kept)
@@ -163,6 +193,8 @@ class EngineWatcher:
         if steps:
             self._last_step = steps[-1].first + steps[-1].count - 1
         if before is None:
+            if not self._past:
+                self._past.extend(past_points(steps, status.now_s))
             steps = [step for step in steps if step.ended_s >= status.now_s - FIRST_STEPS_S]
         self._last = EngineFrame(
             **self._names,  # type: ignore[arg-type]
@@ -177,12 +209,53 @@ class EngineWatcher:
             num_open=status.num_open,
             requests=status.rows,
         )
+        self._steps.extend(self._last.steps)
+        if before is not None:
+            self._past.append(_point(self._last))
         return self._last
 
     def fail(self, error: str) -> EngineFrame:
         """Return the frame if the engine did not answer: the last one, with the error."""
         self._last = msgspec.structs.replace(self._last, error=error, rates=Rates(), steps=[])
         return self._last
+
+
+def _point(frame: EngineFrame) -> PastPoint:
+    first, gap = (each and each.p50 for each in (frame.first_token, frame.gap))
+    return PastPoint(frame.now_s, frame.rates.tokens_per_s, first, gap)
+
+
+def past_points(steps: Sequence[StepSummary], now_s: float) -> list[PastPoint]:
+    """Return what the curves would have shown until `now_s`, from the steps that the engine has
+    recorded. Steps do not tell times to first tokens, nor how many drafts were accepted, so the
+    tokens of an answer count as one per step."""
+    window = int(WINDOW_S)
+    tokens = [0.0] * (window + MAX_PAST)
+    gaps: list[Counter[int]] = [Counter() for _ in tokens]
+    for step in steps:
+        ended = max(0.0, now_s - step.ended_s)
+        age = int(ended)
+        if age < len(tokens):
+            # An entry lasts up to a second, so a part of it may be in the second before.
+            began = ended + step.busy_s
+            before = min(1.0, max(0.0, began - age - 1) / step.busy_s) if step.busy_s else 0.0
+            tokens[age] += step.decode * (1 - before)
+            tokens[min(age + 1, len(tokens) - 1)] += step.decode * before
+            gaps[age][bucket(step.busy_s / step.count)] += step.decode
+    # Nothing is known of the time before the first recorded step, unless it was the engine's first.
+    is_all_known = not steps or steps[0].first <= 1
+    oldest = MAX_PAST - 1 if is_all_known else min(MAX_PAST - 1, int(now_s - steps[0].ended_s))
+    points = []
+    counts = [0] * NUM_BUCKETS
+    for age in range(len(tokens) - 1, -1, -1):
+        for index, number in gaps[age].items():
+            counts[index] += number
+        for index, number in gaps[age + window].items() if age < MAX_PAST else ():
+            counts[index] -= number
+        if age <= oldest:
+            found = quantiles(counts, (0.5,))
+            points.append(PastPoint(now_s - age, tokens[age], None, found and found[0]))
+    return points
 
 
 def _percentiles(before: Sequence[int], now: Sequence[int]) -> Percentiles | None:

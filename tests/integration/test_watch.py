@@ -81,6 +81,22 @@ def test_frames_show_running_requests_steps_and_rates() -> None:
     assert any(each.gap is not None and each.first_token is not None for each in seen)
 
 
+def test_the_first_frame_has_what_was_before_it() -> None:
+    params = {"max_tokens": 60, "ignore_eos": True}
+    body = {"token_ids": [*range(40)], "sampling_params": params}
+    with paced_server("llama-3.1-8b", "L40S", max_len=4096, max_slots=2) as gateway:
+        assert gateway.post(GENERATE, body).status_code == 200
+        for _ in range(2):  # nobody has watched before the first time
+            with watched(gateway) as frames, watched(gateway) as others:
+                for stream in (frames, others):
+                    (engine,) = next(stream).engines
+                    assert sum(point.tokens_per_s for point in engine.past) >= 58
+                    assert engine.past[-1].gap is not None
+                    assert sum(step.decode for step in engine.steps) >= 58
+                (engine,) = next(others).engines
+                assert (engine.past, engine.steps) == ([], [])
+
+
 def test_all_watchers_get_the_same_frames_of_one_poll(
     engine: ScriptedEngine, gateway: GatewayProcess
 ) -> None:

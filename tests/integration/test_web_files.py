@@ -40,7 +40,7 @@ def test_a_file_is_sent_with_strict_headers(gateway: GatewayProcess, name: str) 
     assert response.headers["Referrer-Policy"] == "no-referrer"
 
 
-@pytest.mark.parametrize("path", ["/", "/docs", "/docs?x=1"])
+@pytest.mark.parametrize("path", ["/", "/reference", "/reference?x=1"])
 def test_the_page_is_one_file(gateway: GatewayProcess, path: str) -> None:
     response = get(gateway, path)
     assert response.content == (STATIC / PAGE).read_bytes()
@@ -122,16 +122,19 @@ def test_no_file_names_another_host_or_has_inline_code() -> None:
 def test_an_error_links_to_the_reference_of_its_route(gateway: GatewayProcess) -> None:
     refused = gateway.post("/v1/chat/completions", {"messages": []})
     assert refused.status_code == 400
-    assert refused.headers["Link"] == '</docs#post_v1_chat_completions>; rel="help"'
-    assert get(gateway, "/v1/models/x").headers["Link"] == '</docs#get_v1_models_name>; rel="help"'
-    assert get(gateway, "/nothing").headers["Link"] == '</docs>; rel="help"'
+    assert refused.headers["Link"] == '</reference#post_v1_chat_completions>; rel="help"'
+    assert (
+        get(gateway, "/v1/models/x").headers["Link"]
+        == '</reference#get_v1_models_name>; rel="help"'
+    )
+    assert get(gateway, "/nothing").headers["Link"] == '</reference>; rel="help"'
     assert "Link" not in get(gateway, "/v1/models").headers
 
 
 def test_the_page_can_be_switched_off(engine) -> None:
     with GatewayProcess(engine=engine.address, web=False) as gateway:
         gateway.await_ready()
-        for path in ("/", "/docs", "/web/app.js"):
+        for path in ("/", "/reference", "/web/app.js"):
             response = get(gateway, path)
             assert "--no-web" in error_of(response, 404)["message"]
             assert "Link" not in response.headers

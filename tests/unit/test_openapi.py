@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import Any, ClassVar, get_type_hints
 
 import msgspec
 import pytest
 
 from gateway.app import create_app, encoded_document, operations
-from gateway.http.field_docs import field_descriptions, split_docstring, structs_in
+from gateway.http.field_docs import (
+    as_sentence,
+    documented,
+    field_descriptions,
+    split_docstring,
+    structs_in,
+)
 from gateway.http.openapi import document, path_of
 
 UNDOCUMENTED_METHODS = {"HEAD", "OPTIONS"}
@@ -117,8 +124,88 @@ def test_a_struct_inherits_the_descriptions_of_its_fields() -> None:
 
 def test_the_document_describes_fields_where_they_are(spec):
     body = spec["components"]["schemas"]["ChatBody"]
-    assert body["properties"]["bad_words"]["description"].startswith("texts that the answer")
+    assert body["properties"]["bad_words"]["description"].startswith("Texts that the answer")
     assert "include_reasoning" not in body["description"]
     options = spec["components"]["schemas"]["StreamOptions"]
     assert options["description"] == "Options of a stream."
-    assert options["properties"]["include_usage"]["description"].startswith("send a last chunk")
+    assert options["properties"]["include_usage"]["description"].startswith("Whether a last chunk")
+
+
+def bodies() -> list[type[msgspec.Struct]]:
+    """Return the structs of all request bodies, and those inside them that only requests have."""
+    whole = [body for operation in operations() for body in operation.takes]
+    return [
+        kind for kind in structs_in(whole) if kind in whole or kind.__module__.endswith(".requests")
+    ]
+
+
+def test_every_field_of_a_request_has_a_sentence(spec):
+    for kind in bodies():
+        schema = spec["components"]["schemas"][kind.__name__]
+        for name, field in schema["properties"].items():
+            text = field.get("description", "")
+            assert re.search(r"\w.{6,}\.$", text), f"{kind.__name__}.{name}: {text!r}"
+        assert not schema["description"].startswith("The body of"), kind.__name__
+
+
+def test_the_examples_of_fields_are_accepted(spec):
+    num_examples = 0
+    for kind in bodies():
+        hints = get_type_hints(kind, include_extras=True)
+        schema = spec["components"]["schemas"][kind.__name__]
+        names = dict(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
+        for encoded, field in schema["properties"].items():
+            for example in field.get("examples", ()):
+                msgspec.json.decode(json.dumps(example), type=hints[names[encoded]])
+                num_examples += 1
+    assert num_examples > 50
+
+
+def test_the_fields_that_most_requests_use_come_first(spec):
+    names = list(spec["components"]["schemas"]["ChatBody"]["properties"])
+    usual = ["model", "messages", "max_tokens", "max_completion_tokens", "stream", "temperature"]
+    assert names[: len(usual)] == usual
+    assert {"functions", "function_call", "audio"} <= set(names[-8:]), "unsupported ones are last"
+    names = list(spec["components"]["schemas"]["RerankBody"]["properties"])
+    assert names[:3] == ["model", "query", "documents"]
+
+
+class Repeated(msgspec.Struct):
+    """A struct with fields of another one.
+
+    first  differs
+    """
+
+    described_like: ClassVar = Inherited
+
+    second: int
+    first: int
+
+
+def test_a_struct_takes_descriptions_of_the_struct_that_it_is_like() -> None:
+    assert field_descriptions(Repeated) == {
+        "second": "describes both, in two lines",
+        "first": "differs",
+    }
+
+
+@pytest.mark.parametrize(
+    ("description", "sentence"),
+    [
+        ("most tokens. Default: 1", "Most tokens. Default: 1."),
+        ("-1 means no seed", "-1 means no seed."),
+        ("base64: a text", "base64: a text."),
+        ('"text" adds the text', '"text" adds the text.'),
+    ],
+)
+def test_a_description_becomes_a_sentence(description: str, sentence: str) -> None:
+    assert as_sentence(description) == sentence
+
+
+def test_an_example_is_a_member_of_its_own() -> None:
+    assert documented('what ends it. Example: ["\\n"]') == {
+        "description": "What ends it.",
+        "examples": [["\n"]],
+    }
+    with pytest.raises(ValueError, match="Expecting value"):
+        documented("what ends it. Example: a full stop")

@@ -10,7 +10,15 @@ from protocol.engine.messages import EngineStatus, Limits
 from protocol.engine.stats import BlockCounts, EngineStats, StepSummary
 from protocol.engine.usage import RequestStatus
 from protocol.shared.latency import NUM_BUCKETS, bucket
-from protocol.shared.watch import WINDOW_S, EngineWatcher, Rates, merged_steps, rates
+from protocol.shared.watch import (
+    MAX_PAST,
+    WINDOW_S,
+    EngineWatcher,
+    Rates,
+    merged_steps,
+    past_points,
+    rates,
+)
 
 LIMITS = Limits(
     max_len=512, max_slots=8, block_tokens=16, num_blocks=101, token_budget=64, prefix_cache=True
@@ -143,3 +151,59 @@ def test_very_many_steps_are_merged_and_lose_no_token(number: int) -> None:
     for name in ("count", "prefill", "decode", "draft", "busy_s"):
         assert sum(getattr(s, name) for s in fewer) == sum(getattr(s, name) for s in steps)
     assert (fewer[0].first, fewer[-1].ended_s) == (1, number - 1)
+
+
+def a_run(first: int, ended_s: float, *, decode: int, busy_s: float = 0.05) -> StepSummary:
+    return StepSummary(first, 1, 0, decode, 0, busy_s, busy_s, ended_s)
+
+
+def test_the_curves_before_the_first_report_come_from_the_steps() -> None:
+    steps = [a_run(1, 60.5, decode=30), a_run(2, 98.2, decode=4), a_run(3, 98.9, decode=5)]
+    points = past_points(steps, 100.0)
+    assert len(points) == MAX_PAST
+    assert [point.at_s for point in points] == [100.0 - age for age in range(MAX_PAST)][::-1]
+    by_age = points[::-1]
+    assert [by_age[age].tokens_per_s for age in (0, 1, 2, 39, 40)] == [0, 9, 0, 30, 0]
+    assert [by_age[age].gap is None for age in (0, 39, 40)] == [False, False, True]
+    assert by_age[0].gap == pytest.approx(0.05, rel=0.2)
+
+
+def test_steps_that_share_an_entry_count_in_the_seconds_in_which_they_were() -> None:
+    run = StepSummary(1, 10, 0, 40, 0, 0.8, 0.1, 98.2)
+    by_age = past_points([run], 100.0)[::-1]
+    assert [round(by_age[age].tokens_per_s) for age in (0, 1, 2, 3)] == [0, 10, 30, 0]
+
+
+def test_a_gap_leaves_the_curve_after_a_minute() -> None:
+    points = past_points([a_run(1, 20.5, decode=1)], 100.0)
+    assert [point.gap is not None for point in points].count(True) == WINDOW_S
+
+
+def test_nothing_is_claimed_of_the_time_before_the_oldest_recorded_step() -> None:
+    points = past_points([a_run(700, 97.5, decode=4), a_run(701, 99.5, decode=4)], 100.0)
+    assert [point.tokens_per_s for point in points] == [4, 0, 4]
+    assert past_points([a_run(700, 5.0, decode=4)], 100.0)[0].tokens_per_s == 0
+
+
+def test_a_new_client_gets_the_curves_and_the_last_steps() -> None:
+    watcher = EngineWatcher()
+    watcher.push(a_status(100.0, steps=[a_step(1, ended_s=98.5)], num_steps=1), LIMITS)
+    for second in range(1, 200):
+        status = a_status(100.0 + second, steps=[a_step(1 + second)], num_steps=1 + second)
+        assert watcher.push(status, LIMITS).past == []
+    first = watcher.first_frame()
+    assert [point.at_s for point in first.past] == [
+        100.0 + second for second in range(200 - MAX_PAST, 200)
+    ]
+    assert [step.first for step in first.steps] == list(range(81, 201))
+    assert watcher.repeat().past == []
+
+
+def test_a_restarted_engine_keeps_the_curves_but_not_the_steps() -> None:
+    watcher = EngineWatcher()
+    watcher.push(a_status(100.0, num_steps=9, steps=[a_step(9, ended_s=99.9)]), LIMITS)
+    watcher.push(a_status(101.0, num_steps=9), LIMITS)
+    watcher.push(a_status(1.0, num_steps=2), LIMITS)
+    first = watcher.first_frame()
+    assert first.steps == []
+    assert first.past[-1].at_s == 101.0

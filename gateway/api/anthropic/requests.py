@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
@@ -21,6 +21,7 @@ from gateway.api.openai.requests import (
     TEXT_SCHEMA,
     TOOL_NAME_SCHEMA,
     CacheSalt,
+    ChatBody,
     FormFields,
     JsonSchemaDict,
     Object,
@@ -123,17 +124,26 @@ Thinking = Annotated[Any, Meta(extra_json_schema=_THINKING)]
 
 
 class CountBody(FormFields, frozen=True, kw_only=True):
-    """The body of POST /v1/messages/count_tokens. Fields about the answer have no effect.
+    """A message whose tokens are counted. Fields about the answer have no effect.
 
-    cache_control, metadata, service_tier   accepted without effect
+    messages        the turns so far, oldest first. If the last one is the assistant's, the answer
+                    continues it. Example: [{"role": "user", "content": "Hello!"}]
+    system          the system message, as a text or as blocks of text
+    max_tokens      most tokens of the answer
+    stop_sequences  texts that end the answer. Example: ["\\n\\n"]
+    tools           the tools that the model may use, with a JSON Schema of their input
+    tool_choice     whether the model must use a tool. Default: auto. Example: {"type": "any"}
+    thinking        whether the model thinks before it answers. Default: the model's.
+                    Example: {"type": "enabled", "budget_tokens": 1024}
+    output_config   how much the model thinks, and the form of the answer.
+                    Example: {"effort": "low"}
+    output_format   older spelling of `output_config.format`
+    cache_control, metadata, service_tier   without effect
     container, mcp_servers                  without effect; listed in `ignored_params`
-    thread                                  not supported; refused if set
-    output_config                           {"effort": ..., "format": {"type": "json_schema", ...}}
-    output_format                           older spelling of `output_config.format`
-    return_effective_kwargs                 include the arguments that the chat template received
-    strict_params                           refuse fields that have no effect
-    timings                                 include how long each stage took
+    thread          not supported; refused if set
     """
+
+    described_like: ClassVar = ChatBody
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
@@ -168,6 +178,6 @@ class CountBody(FormFields, frozen=True, kw_only=True):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
-    """The body of POST /v1/messages."""
+    """Messages to answer, and how."""
 
     max_tokens: MaxTokens

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from protocol.shared.batches import BatchUrl
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86400
 """Bounds of `expires_after`, as in OpenAI's API."""
@@ -22,10 +23,12 @@ MAX_WINDOW_S = 30 * 86400
 
 
 class FileUpload(msgspec.Struct, frozen=True):
-    """The form of POST /v1/files (multipart/form-data).
+    """A file to store, as a form (multipart/form-data).
 
-    file           a JSONL file, one request per line
-    expires_after  when the file is deleted, counted from its creation. Default: --file-days
+    file     a JSONL file, one request per line
+    purpose  always batch
+    anchor   with the seconds, always created_at: from when they are counted
+    seconds  after how many seconds the file is deleted. Default: --file-days
     """
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
@@ -35,18 +38,24 @@ class FileUpload(msgspec.Struct, frozen=True):
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True):
-    """A time after which output files are deleted, counted from their creation."""
+    """A time after which output files are deleted.
+
+    anchor   always created_at: from when the seconds are counted
+    seconds  after how many seconds the files are deleted
+    """
 
     anchor: Literal["created_at"]
     seconds: Seconds
 
 
 class BatchCreateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /v1/batches.
+    """Requests of an uploaded file to answer.
 
-    completion_window     such as 24h: a number of minutes (m), hours (h) or days (d). Lines that
-                          have no answer by then get an error as their result
+    input_file_id         id of the uploaded file
+    completion_window     a number of minutes (m), hours (h) or days (d). Lines that have no answer
+                          by then get an error as their result. Example: "24h"
     endpoint              the `url` of all lines
+    metadata              pairs of texts that the batch repeats. Example: {"topic": "tides"}
     output_expires_after  when the output files are deleted. Default: --file-days
     """
 
@@ -71,9 +80,8 @@ class BatchCreateBody(msgspec.Struct, frozen=True, kw_only=True):
         found = _WINDOW.fullmatch(self.completion_window)
         seconds = int(found[1]) * _UNIT_S[found[2]] if found else 0
         if not 0 < seconds <= MAX_WINDOW_S:
-            raise InvalidRequest.at(
-                "completion_window", "must be a time such as 24h, at most 30d (m, h or d)"
-            )
+            words = "a time such as 24h, at most 30d (m, h or d)"
+            raise InvalidRequest.wrong("completion_window", words, self.completion_window)
         return float(seconds)
 
 
@@ -84,11 +92,10 @@ def file_expiry_s(fields: Mapping[str, str]) -> float | None:
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise InvalidRequest.at("expires_after[anchor]", "must be created_at")
+        raise InvalidRequest.wrong("expires_after[anchor]", one_of(("created_at",)), anchor)
     text = seconds or ""
     is_number = text.isascii() and text.isdigit() and len(text) <= 9
     if not is_number or not MIN_EXPIRY_S <= int(text) <= MAX_EXPIRY_S:
-        raise InvalidRequest.at(
-            "expires_after[seconds]", f"must be a number from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}"
-        )
+        words = f"a whole number from {MIN_EXPIRY_S:,} to {MAX_EXPIRY_S:,}"
+        raise InvalidRequest.wrong("expires_after[seconds]", words, seconds)
     return float(text)

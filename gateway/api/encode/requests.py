@@ -8,12 +8,18 @@ vLLM's score and pooling.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from gateway.api.openai.requests import TEXT_SCHEMA, Priority, Timeout, object_schema
+from gateway.api.openai.requests import (
+    TEXT_SCHEMA,
+    GenerationBody,
+    Priority,
+    Timeout,
+    object_schema,
+)
 from gateway.http.text_fields import Label, Name, PromptText
 from protocol.engine.sampling import MAX_TOKENS
 
@@ -46,14 +52,11 @@ class EncodeFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of all routes that encode.
 
     truncate_prompt_tokens   shorten each longer input to this many tokens, at its end and without
-                             its special tokens; -1: to the most tokens that the model takes. If
-                             absent, a longer input is an error
-    priority                 lower values are served first
-    timeout_s, queue_timeout_s   limits in seconds on the total time and the time in the queue; see
-                             docs/operate/load.md
-    user                     without effect
-    strict_params            refuse fields that have no effect
+                             its special tokens. -1: to the most tokens that the model takes.
+                             Default: a longer input is an error
     """
+
+    described_like: ClassVar = GenerationBody
 
     model: Name | None = None
     truncate_prompt_tokens: Truncation | None = None
@@ -74,14 +77,16 @@ class EncodeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingsBody(EncodeFields, frozen=True, kw_only=True):
-    """The body of POST /v1/embeddings.
+    """Texts to embed.
 
-    encoding_format      base64: each vector is the base64 text of little-endian float32 numbers
+    input                a text, token ids, or a list of either. Example: ["What is a tide?"]
+    encoding_format      float: each vector is a list of numbers. base64: it is the base64 text of
+                         little-endian float32 numbers. Default: float
     dimensions           keep this many leading numbers of each vector, and scale it to length 1;
-                         useful only for models that were trained for it
-    prompt_name          name of one of the model's prompts, which is put before each text; absent:
+                         useful only for models that were trained for it. Default: all
+    prompt_name          name of one of the model's prompts, which is put before each text. Default:
                          the model's default prompt
-    add_special_tokens   false: do not add the model's special tokens to texts
+    add_special_tokens   whether to add the model's special tokens to texts. Default: true
     """
 
     input: Input
@@ -92,10 +97,10 @@ class EmbeddingsBody(EncodeFields, frozen=True, kw_only=True):
 
 
 class PoolingBody(EmbeddingsBody, frozen=True, kw_only=True):
-    """The body of POST /pooling: that of embeddings, in vLLM's form.
+    """Texts to embed, in vLLM's form.
 
-    task   embed: one vector for each input. vLLM's other tasks, which give a vector for each token
-           or the probabilities of labels, are not supported
+    task   embed: one vector for each input, the default. vLLM's other tasks, which give a vector
+           for each token or the probabilities of labels, are not supported
     """
 
     task: Literal["embed"] | None = None
@@ -104,9 +109,9 @@ class PoolingBody(EmbeddingsBody, frozen=True, kw_only=True):
 class PairFields(EncodeFields, frozen=True, kw_only=True):
     """Fields of all routes that score pairs.
 
-    instruction   what a document must do to match a query, for models that take an instruction;
-                  absent: the model's default one
-    instruct      another name for instruction
+    instruction   what a document must do to match a query, for models that take an instruction.
+                  Default: the model's
+    instruct      another name of `instruction`
     """
 
     instruction: PromptText | None = None
@@ -114,12 +119,14 @@ class PairFields(EncodeFields, frozen=True, kw_only=True):
 
 
 class RerankBody(PairFields, frozen=True, kw_only=True):
-    """The body of POST /v1/rerank, /v2/rerank and /rerank.
+    """A query, and documents to sort by how well they match it.
 
-    top_n               number of results, best first; absent: all documents
-    return_documents    whether results have the text of their document; absent: true, and false in
+    query               the text that documents are compared with. Example: "What is a tide?"
+    documents           texts, or objects with a `text`. Example: ["The sea rises.", "A fruit."]
+    top_n               number of results, best first. Default: all documents
+    return_documents    whether results have the text of their document. Default: true, and false in
                         /v2/rerank, as in Cohere's API
-    max_tokens_per_doc  another name of truncate_prompt_tokens, which counts the query as well
+    max_tokens_per_doc  another name of `truncate_prompt_tokens`, which counts the query as well
     """
 
     query: PromptText
@@ -130,22 +137,33 @@ class RerankBody(PairFields, frozen=True, kw_only=True):
 
 
 class ScoreBody(PairFields, frozen=True, kw_only=True):
-    """The body of POST /v1/score and /score: one text against each of several, or as many texts as
-    there are others, pair by pair."""
+    """Texts to compare: one with each of several, or as many as there are others, pair by pair.
+
+    text_1  one text, or several. Example: "What is a tide?"
+    text_2  the text or texts that it is compared with. Example: ["The sea rises.", "A fruit."]
+    """
 
     text_1: Texts
     text_2: Texts
 
 
 class ScoreQueriesBody(PairFields, frozen=True, kw_only=True):
-    """The same with other names."""
+    """Texts to compare, with other names.
+
+    queries    like `text_1`
+    documents  like `text_2`
+    """
 
     queries: Texts
     documents: Texts
 
 
 class ScoreDataBody(PairFields, frozen=True, kw_only=True):
-    """The same with other names."""
+    """Texts to compare, with other names.
+
+    data_1  like `text_1`
+    data_2  like `text_2`
+    """
 
     data_1: Texts
     data_2: Texts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from msgspec import Meta
 from gateway.api.openai.requests import (
     BreakerTexts,
     CacheSalt,
+    CompletionBody,
     OpenEndedCompletion,
     Priority,
     Stop,
@@ -65,25 +66,33 @@ _PATHS = {
 
 
 class ExtraFile(msgspec.Struct, frozen=True):
-    """Another file of the project, as context."""
+    """Another file of the project, as context.
+
+    text      content of the file
+    filename  name of the file, which the model sees
+    """
 
     text: PromptText
     filename: Name = "tmp"
 
 
 class InfillBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /infill.
+    """A text with a gap to fill, as in llama.cpp's API.
 
-    input_prefix, input_suffix  the text before and after the gap
+    input_prefix     the text before the gap. Example: "def mean(values):\\n"
+    input_suffix     the text after the gap. Example: "    return result"
     input_extra      other files, the most important one last; the first ones are left out if the
                      context has no room for them
     prompt           more text before the gap, directly after `input_prefix`
-    n_predict        most tokens of the answer; -1: until the context is full; 0: only compute the
-                     prompt, so that the next request finds it in the cache
-    return_tokens    include the token ids of the answer
-    response_fields  return only these members; "timings/prompt_n" is a member of a member
-    cache_prompt     accepted without effect: every prompt is cached
+    n_predict        most tokens of the answer. -1: until the context is full. 0: only compute the
+                     prompt, so that the next request finds it in the cache. Default: -1
+    repeat_penalty   another name of `repetition_penalty`. Default: the model's, or 1
+    return_tokens    whether to include the token ids of the answer. Default: false
+    response_fields  return only these members. Example: ["content", "timings/prompt_n"]
+    cache_prompt     without effect: every prompt is cached
     """
+
+    described_like: ClassVar = CompletionBody
 
     input_prefix: PromptText
     input_suffix: PromptText

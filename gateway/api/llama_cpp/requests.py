@@ -7,7 +7,7 @@ have a meaning here. Other fields have no effect and are listed in the response.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,7 @@ from msgspec import Meta
 from gateway.api.infill.requests import MAX_RESPONSE_FIELDS
 from gateway.api.openai.requests import (
     CacheSalt,
+    CompletionBody,
     OpenEndedCompletion,
     Priority,
     SamplingFields,
@@ -34,6 +35,7 @@ from protocol.engine.sampling import (
     TokenId,
 )
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 SamplerText = Annotated[str, Meta(max_length=64)]
 AnySamplers = SamplerText | Annotated[list[SamplerText], Meta(max_length=32)]
@@ -70,21 +72,25 @@ _PATHS = {
 
 
 class LlamaCompletionBody(SamplingFields, frozen=True, kw_only=True):
-    """The body of POST /completion.
+    """A text to continue, as in llama.cpp's API.
 
-    prompt           a text, or token ids
-    n_predict        most tokens of the answer; -1: until the context is full; 0: only compute the
-                     prompt, so that the next request finds it in the cache
-    repeat_penalty   another name of repetition_penalty
-    samplers         a list of names, or a text with a letter for each, as in llama.cpp
-    n_probs          report the probabilities of each token and of this many most likely ones
-    post_sampling_probs   report those of the distribution that the token was drawn from, and not
-                     their logarithms
-    return_tokens    include the token ids of the answer
-    response_fields  return only these members; "timings/prompt_n" is a member of a member
-    cache_prompt     accepted without effect: every prompt is cached
-    mirostat         only 0 is accepted
+    prompt           a text, or token ids. Example: "Once upon a time"
+    n_predict        most tokens of the answer. -1: until the context is full. 0: only compute the
+                     prompt, so that the next request finds it in the cache. Default: -1
+    repeat_penalty   another name of `repetition_penalty`
+    samplers         a list of names, or a text with a letter for each, as in llama.cpp. Default:
+                     the order of llama.cpp. Example: ["penalties", "top_k", "top_p", "temperature"]
+    n_probs          report the probabilities of each token and of this many most likely ones.
+                     Default: 0, which reports none
+    post_sampling_probs   whether they are those of the distribution that the token was drawn from,
+                     instead of logarithms. Default: false
+    return_tokens    whether to include the token ids of the answer. Default: false
+    response_fields  return only these members. Example: ["content", "timings/prompt_n"]
+    cache_prompt     without effect: every prompt is cached
+    mirostat         accepted only if it is 0
     """
+
+    described_like: ClassVar = CompletionBody
 
     prompt: PromptText | list[TokenId]
     model: Name | None = None
@@ -137,9 +143,7 @@ def samplers_of(given: str | list[str] | None) -> list[PenaltyName | FilterName]
         if name in _WITHOUT_EFFECT:
             continue
         if name not in known:
-            raise InvalidRequest.at(
-                f"samplers[{place}]", f"{name!r} is not supported; samplers are {', '.join(known)}"
-            )
+            raise InvalidRequest.wrong(f"samplers[{place}]", one_of(known), name)
         order.append(msgspec.convert(known[name], PenaltyName | FilterName))
     return order
 

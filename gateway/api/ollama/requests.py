@@ -6,7 +6,7 @@ options and fields that do not exist have no effect. The response lists them in 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,7 @@ from gateway.api.openai.requests import (
     PARAMETERS_SCHEMA,
     TEXT_SCHEMA,
     TOOL_NAME_SCHEMA,
+    GenerationBody,
     JsonSchemaDict,
     Stop,
     object_schema,
@@ -78,9 +79,12 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of one answer. Others have no effect: those about loading a model, such as `num_ctx`,
     are the operator's.
 
-    num_predict     most tokens of the answer; 0 or less: until the context is full
-    repeat_penalty  the repetition penalty, over the prompt and the whole answer
+    num_predict     most tokens of the answer; 0 or less: until the context is full. Default: -1
+    repeat_penalty  the repetition penalty, over the prompt and the whole answer. Default: the
+                    model's, or 1
     """
+
+    described_like: ClassVar = GenerationBody
 
     num_predict: Annotated[int, Meta(le=MAX_TOKENS)] | None = None
     temperature: Temperature | None = None
@@ -98,12 +102,17 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
 class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of both /api/chat and /api/generate.
 
-    format        "json", or a JSON Schema that the answer must match; "" means none
-    stream        true by default
-    think         whether the model thinks before it answers, or how much: low, medium, high
+    model         name of the model
+    format        "json", or a JSON Schema that the answer must match; "" means none.
+                  Example: "json"
+    options       sampling options of the answer. Example: {"temperature": 0.2, "num_predict": 100}
+    stream        whether the answer is sent in lines while it is generated. Default: true
+    think         whether the model thinks before it answers, or how much: low, medium, high.
+                  Default: the model's
     keep_alive    how long the model stays loaded; only 0 has an effect, and only in a request
                   without a prompt: the model is unloaded
-    top_logprobs  with `logprobs`, the number of most likely tokens to report
+    logprobs      whether to report the logprob of each token. Default: false
+    top_logprobs  with `logprobs`, the number of most likely tokens to report. Default: 0
     """
 
     model: Name
@@ -117,19 +126,26 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
-    """The body of POST /api/chat. Without messages, the model is only loaded."""
+    """A conversation to answer. Without messages, the model is only loaded.
+
+    messages  the conversation so far, oldest message first.
+              Example: [{"role": "user", "content": "Hello!"}]
+    tools     the functions that the model may call
+    """
 
     messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
-    """The body of POST /api/generate. Without a prompt and a suffix, the model is only loaded.
+    """A message to answer, or a text to continue. Without a prompt and a suffix, the model is only
+    loaded.
 
-    prompt    the user's message; with `raw` or `suffix`, the text that the model continues
+    prompt    the user's message; with `raw` or `suffix`, the text that the model continues.
+              Example: "Once upon a time"
     suffix    the text after the answer, for models that can fill in the middle
     system    the system message
-    raw       use the prompt as it is, without the chat template
+    raw       whether to use the prompt as it is, without the chat template. Default: false
     context   token ids from an earlier answer, which the prompt continues
     template  not supported; refused if set
     images    not supported; refused if set
@@ -147,8 +163,8 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
 class OllamaEncodeBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of both /api/embed and /api/embeddings.
 
-    keep_alive  how long the model stays loaded; without effect
-    options     without effect
+    model                name of the model
+    keep_alive, options  without effect
     """
 
     model: Name
@@ -157,10 +173,11 @@ class OllamaEncodeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaEmbedBody(OllamaEncodeBody, frozen=True, kw_only=True):
-    """The body of POST /api/embed. Without an input, the model is only loaded.
+    """Texts to embed. Without an input, the model is only loaded.
 
-    truncate    shorten texts that are longer than the model takes (the default)
-    dimensions  keep this many leading numbers of each vector
+    input       a text or a list of texts. Example: "What is a tide?"
+    truncate    whether to shorten texts that are longer than the model takes. Default: true
+    dimensions  keep this many leading numbers of each vector. Default: all
     """
 
     input: Texts | None = None
@@ -169,16 +186,19 @@ class OllamaEmbedBody(OllamaEncodeBody, frozen=True, kw_only=True):
 
 
 class OllamaPromptEmbedBody(OllamaEncodeBody, frozen=True, kw_only=True):
-    """The body of POST /api/embeddings, which is older. Without a prompt, the model is only
-    loaded."""
+    """A text to embed, for an older route. Without a prompt, the model is only loaded.
+
+    prompt  the text. Example: "What is a tide?"
+    """
 
     prompt: PromptText | None = None
 
 
 class NamedModelBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request about one model.
+    """A model, by its name.
 
-    name  older spelling of `model`
+    model  name of the model
+    name   older spelling of `model`
     """
 
     model: Name | None = None
@@ -186,16 +206,16 @@ class NamedModelBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaPullBody(NamedModelBody, frozen=True, kw_only=True):
-    """The body of POST /api/pull.
+    """A model to download.
 
-    stream  true by default
+    stream  whether progress is sent in lines. Default: true
     """
 
     stream: bool | None = None
 
 
 class OllamaCopyBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /api/copy.
+    """A model that gets one more name.
 
     source       name of the model
     destination  one more name for it

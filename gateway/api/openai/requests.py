@@ -176,8 +176,9 @@ Tool = Annotated[Any, Meta(extra_json_schema=_TOOL)]
 class StreamOptions(msgspec.Struct, frozen=True):
     """Options of a stream.
 
-    include_usage           send a last chunk with the usage of all choices
-    continuous_usage_stats  with include_usage, add the usage so far to every other chunk
+    include_usage           whether a last chunk has the usage of all choices. Default: false
+    continuous_usage_stats  with `include_usage`, whether every other chunk has the usage so far.
+                            Default: false
     """
 
     include_usage: bool | None = None
@@ -195,14 +196,61 @@ def repeats_usage(options: StreamOptions | None) -> bool:
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling and detokenizing fields that all APIs share.
+    """Sampling and detokenizing fields that all APIs share. A default of 1 or 0 applies if the
+    model has none of its own.
 
-    seed        -1 means no seed
-    logit_bias  an object with token ids, or llama.cpp's list of pairs of a token id or a text, and
-                a number; false instead of a number bans the token
-    bad_words   texts that the answer must not contain, in any tokenization
-    dry_sequence_breakers   texts over which no repetition continues; absent: those of llama.cpp
-    samplers    the samplers to apply, in this order, by llama.cpp's names
+    min_tokens          fewest tokens of the answer: no stop token is sampled before. Default: 0
+    temperature         how random the answer is: logits are divided by it. With 0 each token is the
+                        most likely one. Default: the model's, or 1
+    top_p               sample only from the smallest set of most likely tokens whose probabilities
+                        sum to this. Default: the model's, or 1, which is off
+    top_k               sample only from this many most likely tokens. 0 and -1 are off. Default:
+                        the model's, or off
+    min_p               sample only from tokens at least this many times as likely as the most
+                        likely one. Default: the model's, or 0, which is off
+    seed                the same request with the same seed has the same answer. -1 means no seed.
+                        Default: a random one
+    frequency_penalty   subtracted from the logit of a token for each time it is in the answer.
+                        Default: the model's, or 0
+    presence_penalty    subtracted once from the logit of each token in the answer. Default: the
+                        model's, or 0
+    repetition_penalty  above 1, makes the tokens of prompt and answer less likely: positive logits
+                        are divided by it, negative ones multiplied. Default: the model's, or 1
+    typical_p           sample only from the tokens whose surprise is nearest to the entropy, until
+                        their probabilities sum to this. Default: 1, which is off
+    top_n_sigma         sample only from tokens whose logits are at most this many standard
+                        deviations below the largest one. Default: 0, which is off
+    dynatemp_range      the temperature varies by up to this amount with the entropy. Default: 0,
+                        which is off
+    dynatemp_exponent   exponent of the share of the largest entropy, which decides where in
+                        `dynatemp_range` the temperature is. Default: 1
+    xtc_probability     how often XTC applies. It excludes all tokens with a probability of at least
+                        `xtc_threshold`, except the least likely of them. Default: 0, which is off
+    xtc_threshold       the probability from which XTC excludes tokens; above 0.5 it excludes none.
+                        Default: 0.1
+    dry_multiplier      strength of DRY, which makes repetitions unlikely. A token that continues
+                        one of n tokens loses `dry_multiplier` * `dry_base` ** (n -
+                        `dry_allowed_length`). Default: 0, which is off
+    dry_base            how fast the penalty of DRY grows with a repetition. Default: 1.75
+    dry_allowed_length  repetitions of fewer tokens have no penalty of DRY. Default: 2
+    dry_penalty_last_n  number of latest tokens, prompt included, that DRY searches. -1 means all, 0
+                        is off. Default: -1
+    dry_sequence_breakers   texts over which no repetition continues. Default: those of llama.cpp.
+                        Example: ["\\n", ":", "\\"", "*"]
+    samplers            the samplers to apply, in this order, by llama.cpp's names; others are off.
+                        Default: all. Example: ["penalties", "top_k", "top_p", "temperature"]
+    logit_bias          numbers that are added to the logits of tokens: an object with token ids, or
+                        llama.cpp's list of pairs of a token id or a text, and a number; false
+                        instead of a number bans the token. Example: {"15043": -5}
+    stop_token_ids      tokens that end the answer, besides the end tokens of the model
+    ignore_eos          whether the answer continues after the end tokens of the model. Default:
+                        false
+    skip_special_tokens  whether special tokens are left out of the text. Default: true
+    include_stop_str_in_output   whether the text includes the stop string that ended it. Default:
+                        false
+    bad_words           texts that the answer must not contain, in any tokenization.
+                        Example: ["however"]
+    allowed_token_ids   the only tokens that may be sampled; end tokens are not exempt
     """
 
     min_tokens: MinTokens | None = None
@@ -238,12 +286,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 class FormFields(SamplingFields, frozen=True, kw_only=True):
     """Structured output fields, in addition to each API's own field.
 
-    structured_outputs   an object with json, json_object, regex, choice, grammar or structural_tag
-    guided_json, guided_regex, guided_choice, guided_grammar   the same constraints, from older vLLM
-    structural_tag       like the member of structured_outputs with this name
-    regex, ebnf          from SGLang
-    json_schema          from SGLang and llama.cpp
-    grammar              GBNF, from llama.cpp; an empty string means none
+    structured_outputs   what the answer must match: an object with json, json_object, regex,
+                         choice, grammar or structural_tag. Example: {"choice": ["yes", "no"]}
+    guided_json, guided_regex, guided_choice, guided_grammar   the constraint of
+                         `structured_outputs` with this name, as in older versions of vLLM
+    structural_tag       the member of `structured_outputs` with this name, as in SGLang
+    regex                a regular expression that the answer must match, as in SGLang
+    ebnf                 a grammar that the answer must match, as in SGLang
+    json_schema          a JSON Schema that the answer must match, as in SGLang and llama.cpp
+    grammar              a grammar in GBNF that the answer must match, as in llama.cpp; an empty
+                         string means none
     guided_whitespace_pattern, grammar_lazy, grammar_triggers   not supported; refused if set
     """
 
@@ -265,18 +317,31 @@ class FormFields(SamplingFields, frozen=True, kw_only=True):
 class GenerationBody(FormFields, frozen=True, kw_only=True):
     """Fields of both chat completions and text completions.
 
-    n                   number of choices per prompt; choice i is sampled with `seed` + i
-    cache_salt          requests share cached prompts only if their salts are equal
-    priority            lower values are scheduled first
-    timeout_s, queue_timeout_s   limits in seconds on the total time and the time in the queue;
-                        see docs/operate/load.md
-    return_token_ids    include the token ids of prompt and answer
+    model               name of the model, or of an adapter. Default: the only model of the server
+    stream              whether the answer is sent in pieces while it is generated. Default: false
+    stream_options      options of a stream; only with `stream`. Example: {"include_usage": true}
+    n                   number of choices per prompt; choice i is sampled with `seed` + i. Default:
+                        1
+    max_tokens          most tokens of the answer. Default: until the context is full
+    stop                a text, or a list of texts, that end the answer. Example: ["\\n\\n"]
+    return_token_ids    whether to include the token ids of prompt and answer. Default: false
     prompt_logprobs     include logprobs of the prompt tokens and of this many top tokens
     logprob_token_ids   token ids whose logprobs are included in addition to the top tokens
-    kv_transfer_params  for routers: do_remote_decode, or do_remote_prefill with a handle; see
-                        docs/use/api-tokens.md
-    strict_params       refuse fields that have no effect
-    timings             include how long each stage took
+    strict_params       whether fields without effect are refused. Default: false, which lists them
+                        in `ignored_params` of the response
+    timings             whether to include how long each stage took. Default: false
+    cache_salt          requests share cached prompts only if their salts are equal
+    priority            lower values are scheduled first. Default: 0
+    timeout_s           most seconds that the request may take; then it is ended. Default: the
+                        server's limit
+    queue_timeout_s     most seconds that the request may wait in the queue. Default: the server's
+                        limit
+    user                an identifier of the end user; without effect
+    kv_transfer_params  for routers that compute prompt and answer on different engines:
+                        do_remote_decode, or do_remote_prefill with a handle
+    best_of             accepted only if it equals `n`
+    response_format     the form of the answer: text, json_object or json_schema.
+                        Example: {"type": "json_object"}
     """
 
     model: Name | None = None
@@ -312,11 +377,40 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
 class ConversationBody(GenerationBody, frozen=True, kw_only=True):
     """Fields of chat completions and batches, except the messages.
 
-    reasoning_effort, reasoning, thinking, enable_thinking
-                              alternative spellings of the thinking options
-    include_reasoning         false omits the reasoning from the response
-    return_effective_kwargs   include the arguments that the chat template received
-    chat_template             accepted only if the server runs with --trust-request-chat-template
+    max_completion_tokens     newer name of `max_tokens`
+    logprobs                  whether to include the logprob of each token of the answer. Default:
+                              false
+    top_logprobs              with `logprobs`, the number of most likely tokens to report at each
+                              place. Default: 0
+    tools                     the functions that the model may call, with a JSON Schema of their
+                              arguments
+    tool_choice               whether the model must call a function: none, auto or required, or the
+                              function to call. Default: auto with `tools`. Example: "required"
+    parallel_tool_calls       whether one answer may have several calls. Default: true
+    documents                 texts that the chat template inserts, if it can
+    chat_template             a Jinja template that is used instead of the model's. It is accepted
+                              only if the server runs with --trust-request-chat-template
+    chat_template_kwargs      further arguments of the chat template.
+                              Example: {"enable_thinking": false}
+    return_effective_kwargs   whether to include the arguments that the chat template received.
+                              Default: false
+    reasoning_effort          how much the model thinks before it answers. Default: the model's.
+                              Example: "low"
+    reasoning                 the thinking options as an object with effort, enabled or max_tokens,
+                              as in OpenRouter's API
+    thinking                  the thinking options as an object with type and budget_tokens, as in
+                              Anthropic's API
+    enable_thinking           whether the model thinks before it answers. Default: the model's
+    include_reasoning         whether the response has the reasoning. Default: true
+    thinking_token_budget     most tokens of the reasoning, after which the answer must begin. -1
+                              means no limit. Default: no limit
+    add_generation_prompt     whether the prompt ends with the start of an answer. Default: true,
+                              unless the last message is continued
+    continue_final_message    whether the answer continues the last message instead of a new one.
+                              Default: false
+    functions, function_call  not supported; older names of `tools` and `tool_choice`
+    modalities                accepted only if it is ["text"]
+    audio                     not supported; refused if set
     """
 
     max_completion_tokens: MaxTokens | None = None
@@ -374,22 +468,33 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatBody(ConversationBody, frozen=True, kw_only=True):
-    """The body of POST /v1/chat/completions."""
+    """A conversation to answer, and how.
+
+    messages  the conversation so far, oldest message first.
+              Example: [{"role": "user", "content": "Hello!"}]
+    """
 
     messages: Messages
 
 
 class BatchBody(ConversationBody, frozen=True, kw_only=True):
-    """The body of POST /v1/chat/completions/batch. All fields except `messages` apply to every
-    conversation."""
+    """Several conversations to answer. All fields except `messages` apply to each of them.
+
+    messages  a list of conversations, each a list of messages.
+              Example: [[{"role": "user", "content": "Hello!"}]]
+    """
 
     messages: Annotated[list[Messages], Meta(min_length=1)]
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
-    """The body of POST /v1/completions. `prompt` is a text, token ids, or a list of either.
+    """One or several texts to continue.
 
-    suffix  the text after the completion, for models that can fill in the middle; empty: none
+    prompt      a text, token ids, or a list of either. Example: "Once upon a time"
+    max_tokens  most tokens of the answer. Default: 16
+    logprobs    include the logprobs of the tokens and of this many most likely ones
+    echo        whether the answer begins with the prompt. Default: false
+    suffix      the text after the completion, for models that can fill in the middle; empty: none
     """
 
     prompt: PromptText | list[PromptText | TokenId | list[TokenId]]
@@ -430,7 +535,7 @@ def prompts_of(body: CompletionBody, max_prompts: int) -> list[CompletionPrompt]
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest.at("prompt", "must not be an empty list")
+        raise InvalidRequest.wrong("prompt", "a list of at least 1 item", prompt)
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise InvalidRequest.at("prompt", "cannot mix texts, token ids and lists of token ids")

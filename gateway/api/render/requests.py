@@ -5,7 +5,7 @@ A render route accepts the body of its API's route, plus the fields of `Carried`
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -32,10 +32,12 @@ class Carried(msgspec.Struct, frozen=True):
 class DerenderBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of both derender routes.
 
-    stream           derender one chunk, not a complete response
+    stream           whether to derender one chunk instead of a complete response. Default: false
     generate_chunk   a chunk of the token endpoint; send the chunks one at a time, in order
     stream_state     the value that the previous call returned; null with the first chunk
     """
+
+    described_like: ClassVar = ChatBody
 
     stream: bool | None = None
     model: Name | None = None
@@ -44,7 +46,7 @@ class DerenderBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DerenderChat(DerenderBody, frozen=True, kw_only=True):
-    """The body of POST /v1/chat/completions/derender.
+    """Tokens that answer a rendered chat, to turn into the answer of that chat.
 
     chat_request       the request that was rendered; required if the model has a tool format or a
                        reasoning format. If null, all text is content, and logprobs are included
@@ -62,7 +64,8 @@ class DerenderChat(DerenderBody, frozen=True, kw_only=True):
 
 
 class DerenderCompletion(DerenderBody, frozen=True, kw_only=True):
-    """The body of POST /v1/completions/derender. Lists have one item per prompt of the request.
+    """Tokens that continue rendered prompts, to turn into the answer of that request. Lists have
+    one item per prompt.
 
     completion_request  the request that was rendered. If null, there is one prompt per response,
                         and logprobs are included if the token endpoint sent them

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,7 @@ from gateway.api.openai.requests import (
     TEXT_SCHEMA,
     TOOL_NAME_SCHEMA,
     CacheSalt,
+    ChatBody,
     FormFields,
     JsonSchemaDict,
     Object,
@@ -113,7 +114,7 @@ Input = PromptText | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
 class ResponseStreamOptions(msgspec.Struct, frozen=True):
     """Options of a stream.
 
-    include_obfuscation  accepted without effect: no padding is sent
+    include_obfuscation  without effect: no padding is sent
     """
 
     include_obfuscation: bool | None = None
@@ -122,8 +123,10 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True):
 class ResponseReasoningOptions(msgspec.Struct, frozen=True):
     """Options of reasoning.
 
-    effort   like `reasoning_effort` in a chat request
-    summary  any value but "none": reasoning is returned as a summary, in full
+    effort            how much the model thinks before it answers, like `reasoning_effort` of a
+                      chat. Example: "low"
+    summary           any value but "none": the reasoning is returned as a summary, in full
+    generate_summary  older name of `summary`
     """
 
     effort: Any = None
@@ -134,8 +137,9 @@ class ResponseReasoningOptions(msgspec.Struct, frozen=True):
 class ResponseTextOptions(msgspec.Struct, frozen=True):
     """Options of the answer's text.
 
-    format     the answer's format: text, json_object or json_schema
-    verbosity  accepted without effect
+    format     the form of the answer: text, json_object or json_schema. Default: text.
+               Example: {"type": "json_object"}
+    verbosity  without effect
     """
 
     format: Object | None = None
@@ -143,20 +147,42 @@ class ResponseTextOptions(msgspec.Struct, frozen=True):
 
 
 class ResponsesBody(FormFields, frozen=True, kw_only=True):
-    """The body of POST /v1/responses.
+    """A text or items to answer, and how.
 
+    input                 what the model answers: a text, or a list of items. Example: "Hello!"
+    instructions          the system message; it does not apply to responses that continue this one
     previous_response_id  continue this response: prepend its input and output, and the items of all
                           responses that it continues
-    store                 store the response, so that it can be retrieved and continued
-    background            return at once, and generate the response even if the client disconnects
-    truncation            "auto" drops the oldest items if the prompt is too long
+    store                 whether to store the response, so that it can be retrieved and continued.
+                          Default: true, if the server stores responses
+    background            whether to return at once, and to generate the response even if the client
+                          disconnects. Default: false
+    stream_options        options of a stream; only with `stream`
+    tools                 the functions that the model may call
+    reasoning             how much the model thinks, and whether the response has the reasoning.
+                          Example: {"effort": "low"}
+    text                  the form of the answer. Example: {"format": {"type": "json_object"}}
+    truncation            "auto" drops the oldest items if the prompt is too long. Default: disabled
     include               optional members of the output: `message.output_text.logprobs`,
                           `reasoning.encrypted_content`
-    prompt_cache_key      accepted without effect: equal prompts share a cache without a key
-    service_tier          accepted without effect
-    max_tool_calls        accepted without effect: the server runs no tools
-    timings               include how long each stage took
+    top_logprobs          number of most likely tokens to report at each place. Default: none
+    max_output_tokens     most tokens of the answer, its reasoning included. Default: until the
+                          context is full
+    metadata              pairs of texts that the response repeats. Example: {"topic": "tides"}
+    user, safety_identifier   an identifier of the end user, which the response repeats
+    prompt_cache_key      without effect: equal prompts share a cache without a key
+    prompt_cache_retention, prompt_cache_options, service_tier   without effect
+    max_tool_calls        without effect: the server runs no tools
+    conversation          not supported; use `previous_response_id`
+    context_management    not supported; use `truncation`
+    moderation, prompt    not supported; refused if set
+    messages              not supported; use `input`
+    max_tokens, max_completion_tokens   not supported; use `max_output_tokens`
+    n                     accepted only if it is 1
+    response_format       not supported; use `text.format`
     """
+
+    described_like: ClassVar = ChatBody
 
     input: Input
     model: Name | None = None

@@ -16,7 +16,7 @@ from protocol.wire.errors import InvalidRequest
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /v1/load_lora_adapter.
+    """An adapter to load.
 
     lora_name     the adapter's name, by which requests select it
     lora_path     its directory, in --lora-dir of the engine's machine and relative to it
@@ -31,7 +31,7 @@ class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /v1/unload_lora_adapter.
+    """An adapter to unload.
 
     lora_name    the adapter's name
     model        the model that it changes; may be left out if there is only one

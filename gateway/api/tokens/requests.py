@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,7 @@ from gateway.api.openai.requests import (
     CacheSalt,
     ChatBody,
     Count,
+    GenerationBody,
     Object,
     Priority,
     SamplingFields,
@@ -45,21 +46,40 @@ OutputMode = Literal["tokens", "text"]
 
 
 class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
-    """The member `sampling_params` of a generate request.
+    """How the answer is sampled. The model's own defaults do not apply.
 
-    n                   number of choices; choice i is sampled with `seed` + i
-    max_tokens          absent: up to the context length; 0: only compute the prompt
-    seed                -1 means no seed
+    temperature         how random the answer is: logits are divided by it. With 0 each token is the
+                        most likely one. Default: 1
+    top_p               sample only from the smallest set of most likely tokens whose probabilities
+                        sum to this. Default: 1, which is off
+    top_k               sample only from this many most likely tokens. 0 and -1 are off. Default: 0
+    min_p               sample only from tokens at least this many times as likely as the most
+                        likely one. Default: 0, which is off
+    frequency_penalty   subtracted from the logit of a token for each time it is in the answer.
+                        Default: 0
+    presence_penalty    subtracted once from the logit of each token in the answer. Default: 0
+    repetition_penalty  above 1, makes the tokens of prompt and answer less likely. Default: 1
+    n                   number of choices; choice i is sampled with `seed` + i. Default: 1
+    max_tokens          most tokens of the answer; 0: only compute the prompt. Default: until the
+                        context is full
     logprobs            include logprobs of each sampled token and of this many top tokens
-    logprobs_of         the distribution of the logprobs: the model's, the one sampled from, or both
+    logprobs_of         the distribution of the logprobs: the model's, the one sampled from, or
+                        both. Default: the model's
     prompt_logprobs     include logprobs of the prompt tokens, from the model's distribution
-    detokenize          false: produce no text; not with stop strings or output_mode "text"
-    structured_outputs  constraint on the answer, as in a chat request
-    thinking_token_budget   maximum number of reasoning tokens; -1: no limit
-    skip_reading_prefix_cache   compute the whole prompt, even if it is cached
-
-    Without effect: spaces_between_special_tokens, output_kind.
+    detokenize          whether to produce text, which stop strings and the output_mode "text" need.
+                        Default: true
+    structured_outputs  what the answer must match, as in a chat. Example: {"choice": ["yes", "no"]}
+    skip_reading_prefix_cache   whether to compute the whole prompt, even if it is cached. Default:
+                        false
+    thinking_token_budget   most tokens of the reasoning. -1 means no limit. Default: no limit
+    spaces_between_special_tokens, output_kind   without effect
+    flat_logprobs, stream_interval, watermarking, prompt_logprob_token_ids, prompt_logprob_start
+                        not supported; refused if set
+    repetition_detection, routed_experts_prompt_start, trace_decode_token_ids, extra_args
+                        not supported; refused if set
     """
+
+    described_like: ClassVar = GenerationBody
 
     n: Count | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
@@ -99,27 +119,24 @@ class ReasoningParserKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=T
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /inference/v1/generate.
+    """A prompt of token ids to continue, and how.
 
+    token_ids        the prompt. Example: [1, 15043, 29892]
+    sampling_params  how the answer is sampled. Example: {"max_tokens": 32}
     request_id       part of the response's id; the header X-Request-Id takes precedence
-    token_ids        the prompt
     token_offsets    without effect; renderers send it
-    reasoning_ended  true: no reasoning precedes a structured answer; false: reasoning may precede;
-                     null: the end of the prompt decides
-    reads_calls      if reasoning_parser_kwargs is set, whether to parse tool calls; stop strings do
-                     not apply inside calls; null: true
-    return_token_ids   include the prompt's token ids
-    output_mode      "text": include the text of the answer
-    cache_salt       requests share cached prompts only if their salts are equal
-    priority         lower values are scheduled first
-    timeout_s, queue_timeout_s   limits in seconds on the total time and the time in the queue; see
-                     docs/operate/load.md
-    grammar          a complete grammar, instead of structured_outputs
-    kv_transfer_params   for routers: do_remote_decode, or do_remote_prefill with a handle; see
-                     docs/use/api-tokens.md
-    strict_params    refuse fields that have no effect
-    timings          include how long each stage took
+    reasoning_ended  whether a structured answer begins at once, instead of after reasoning.
+                     Default: the end of the prompt decides
+    reasoning_parser_kwargs   how the prompt was rendered; with it, reasoning is parsed
+    reads_calls      with `reasoning_parser_kwargs`, whether to parse tool calls; stop strings do
+                     not apply inside calls. Default: true
+    return_token_ids  whether to include the token ids of the prompt. Default: false
+    output_mode      "text" includes the text of the answer. Default: tokens
+    grammar          a complete grammar, instead of `structured_outputs`
+    ec_transfer_params, features, content_parts   not supported; refused if set
     """
+
+    described_like: ClassVar = GenerationBody
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling_params: GenerateSampling
@@ -147,9 +164,9 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /inference/v1/abort_requests.
+    """Requests to end.
 
-    request_ids  response ids, with or without their prefix ("chatcmpl-", ...)
+    request_ids  ids of responses, with or without their prefix. Example: ["chatcmpl-5f2a"]
     """
 
     request_ids: Annotated[list[RequestId], Meta(max_length=MAX_REQUEST_IDS)]
@@ -175,10 +192,14 @@ REFUSED_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /tokenize for a text.
+    """A text to tokenize.
 
-    return_token_strs  include each token as the vocabulary spells it
+    prompt             the text. Example: "Hello, world!"
+    add_special_tokens  whether to add the tokens that begin a prompt. Default: true
+    return_token_strs  whether to include each token as the vocabulary spells it. Default: false
     """
+
+    described_like: ClassVar = GenerationBody
 
     prompt: PromptText
     model: Name | None = None
@@ -187,12 +208,15 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeContentBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /tokenize in llama.cpp's form.
+    """A text to tokenize, in llama.cpp's form.
 
-    add_special    add the special tokens that begin a prompt; by default there are none
-    parse_special  accepted without effect: special tokens in a text are always recognised
-    with_pieces    include the text of each token
+    content        the text. Example: "Hello, world!"
+    add_special    whether to add the special tokens that begin a prompt. Default: false
+    parse_special  without effect: special tokens in a text are always recognised
+    with_pieces    whether to include the text of each token. Default: false
     """
+
+    described_like: ClassVar = GenerationBody
 
     content: PromptText
     model: Name | None = None
@@ -202,14 +226,21 @@ class TokenizeContentBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeChatBody(ChatBody, frozen=True, kw_only=True):
-    """The body of POST /tokenize for a conversation: a chat request. Fields about the answer have
-    no effect."""
+    """A conversation to tokenize. Fields about the answer have no effect.
+
+    return_token_strs  whether to include each token as the vocabulary spells it. Default: false
+    """
 
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /detokenize."""
+    """Tokens to turn into text.
+
+    tokens  the token ids. Example: [15043, 29892]
+    """
+
+    described_like: ClassVar = GenerationBody
 
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZED)]
     model: Name | None = None

@@ -7,8 +7,10 @@ import {
   LOADING,
   newAnswer,
   streamAnswer,
+  WITH_LOADING,
 } from "./answer.js";
 import { errorBox, KEY_CHANGED } from "./api.js";
+import { commonLength, countWords, diff, MAX_EDITS, partsOf } from "./diff.js";
 import { fill, h, icon, loadStyle, oncePerFrame } from "./dom.js";
 import { loadFields, NUMBERS } from "./fields.js";
 import { fetchModels, fillModelSelect, knownModels } from "./models.js";
@@ -19,6 +21,7 @@ const STORED = "tidegate.compare";
 const SHARED = ["seed", "max_tokens", "logprobs", "tools"];
 const NAMES = ["A", "B"];
 const MAX_SEED = 2 ** 31;
+const MAX_EDITS_SO_FAR = 100; // while answers grow, they are compared in each frame
 
 export async function mount(root, context) {
   await Promise.all([loadStyle("chat.css"), loadStyle("compare.css")]);
@@ -39,6 +42,10 @@ class CompareTab {
     addEventListener(KEY_CHANGED, () => this.loadModels(), { signal: this.abort.signal });
     root.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.run?.abort();
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+        event.preventDefault();
+        if (!this.run) this.form.requestSubmit();
+      }
     });
   }
 
@@ -64,7 +71,7 @@ class CompareTab {
       { type: "button", class: "button", onclick: () => this.drawSeed() },
       "New seed",
     );
-    const form = h(
+    this.form = h(
       "form",
       { class: "card question" },
       h("div", { class: "field" }, h("label", { for: "compare-prompt" }, "Prompt"), this.prompt),
@@ -85,18 +92,24 @@ class CompareTab {
           this.maxTokens,
         ),
         h("span", { class: "grow" }),
+        h(
+          "p",
+          { class: "muted keys" },
+          [h("kbd", {}, "Ctrl"), " + ", h("kbd", {}, "Enter"), " compares"],
+        ),
         this.button,
       ),
     );
-    form.addEventListener("submit", (event) => {
+    this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.run) this.run.abort();
       else this.start();
     });
     this.prompt.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      const hasModifier = event.shiftKey || event.ctrlKey || event.metaKey;
+      if (event.key === "Enter" && !hasModifier && !event.isComposing) {
         event.preventDefault();
-        if (!this.run) form.requestSubmit();
+        if (!this.run) this.form.requestSubmit();
       }
     });
     fill(
@@ -110,7 +123,7 @@ class CompareTab {
           { class: "muted" },
           "One prompt and one seed, answered by two models, or with two settings, at the same time.",
         ),
-        form,
+        this.form,
         this.problem,
         h(
           "div",
@@ -234,60 +247,64 @@ class CompareTab {
 
   drawButton() {
     const isRunning = this.run !== null;
-    fill(this.button, icon(isRunning ? "stop" : "send"), isRunning ? "Stop" : "Compare");
+    fill(this.button, icon(isRunning ? "stop" : "compare"), isRunning ? "Stop" : "Compare");
   }
 
   drawResults() {
     const answers = this.sides.map(({ answer }) => answer);
     if (answers.includes(null)) return;
     const texts = answers.map(textOf);
-    const common = commonLength(texts[0], texts[1]);
-    const differ = isDifferent(texts, common, this.run === null);
+    const parts = texts.map(partsOf);
+    const runs = diff(...parts, this.run ? MAX_EDITS_SO_FAR : MAX_EDITS);
+    // While answers grow, the longer one has an end that the other may get.
+    if (this.run && runs.length && !(runs.at(-1)[1] && runs.at(-1)[2])) runs.at(-1)[0] = true;
+    const shown = parts.map((own, place) => marked(own, runs, place));
     this.sides.forEach(({ output, answer }, place) => {
-      const rest = texts[place].slice(common);
       fill(
         output,
-        h("span", {}, texts[place].slice(0, common)),
-        rest ? h("span", { class: differ ? "differs" : null }, rest) : null,
+        shown[place].map(([text, isSame]) =>
+          isSame ? text : h("mark", { class: "differs" }, text),
+        ),
         answer.error ? errorBox(answer.error) : null,
         answer.isLoading ? h("p", { class: "note" }, LOADING) : null,
         describeEnd(answer) ? h("p", { class: "note" }, describeEnd(answer)) : null,
       );
     });
-    this.verdict.textContent = this.describe(answers, common, differ);
+    const differ = runs.some(([isSame]) => !isSame);
+    const common = commonLength(texts[0], texts[1]);
+    this.verdict.textContent = this.describe(answers, common, differ && wordsThatDiffer(shown));
     this.drawTable();
   }
 
+  /** `differ`: how much differs, in words; false: nothing does. */
   describe(answers, common, differ) {
     if (answers.some(({ error }) => error)) return "";
     if (!differ) return this.run ? "" : "The answers are identical.";
     const [first, second] = answers.map(({ tokenIds }) => tokenIds ?? []);
     const isSameModel = this.sides[0].values.model === this.sides[1].values.model;
     const token = isSameModel ? ` (token ${commonLength(first, second) + 1})` : "";
-    return `The answers differ from character ${common + 1}${token} on.`;
+    return `The answers differ from character ${common + 1}${token} on: ${differ}.`;
   }
 
   drawTable() {
     const [a, b] = this.sides;
-    const rows = differences(a.values, b.values);
-    if (a.answer && b.answer)
-      rows.push(...FIGURES.map(([name, read]) => [name, read(a.answer), read(b.answer)]));
+    const settings = differences(a.values, b.values);
+    const read = (answer, figure) => (answer ? figure(answer) : "–");
+    const rows = FIGURES.map(([name, figure]) => [name, read(a.answer, figure), read(b.answer, figure)]);
     const head = h(
       "thead",
       {},
       h("tr", {}, h("td"), h("th", { scope: "col" }, "A"), h("th", { scope: "col" }, "B")),
     );
-    const body = rows.map(([name, left, right]) =>
-      h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, left), h("td", {}, right)),
+    const rowOf = ([name, left, right]) =>
+      h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, left), h("td", {}, right));
+    const same = h(
+      "tr",
+      {},
+      h("td", { class: "muted", colspan: 3 }, "Both sides have the same model and settings."),
     );
-    const same = rows.length
-      ? null
-      : h(
-          "tr",
-          {},
-          h("td", { class: "muted", colspan: 3 }, "Both sides have the same model and settings."),
-        );
-    fill(this.table, head, h("tbody", {}, body, same));
+    const body = [...(settings.length ? settings.map(rowOf) : [same]), ...rows.map(rowOf)];
+    fill(this.table, head, h("tbody", {}, body));
   }
 }
 
@@ -297,13 +314,37 @@ const FIGURES = [
   ["Tokens", ({ tokens }) => String(tokens)],
   ["Speed", speedOf],
   ["First token", (answer) => describeFirstToken(answer) || "–"],
-  ["Whole answer", ({ timings, tookMs }) => inWordsOrDash(timings?.total_ms ?? tookMs)],
+  ["Whole answer", (answer) => describeWhole(answer) || "–"],
   ["Prompt tokens", ({ usage }) => (usage ? String(usage.prompt_tokens) : "–")],
   ["End", ({ finish, error }) => (error ? "error" : (finish ?? "–"))],
 ];
 
-function inWordsOrDash(ms) {
-  return ms === undefined || ms === null ? "–" : inWords(ms);
+/** Return the time until the end, and whether the model was loaded in it; "" if there is none. */
+function describeWhole({ timings, tookMs, hasLoaded }) {
+  const ms = timings?.total_ms ?? tookMs ?? null;
+  return ms === null ? "" : `${inWords(ms)}${hasLoaded ? WITH_LOADING : ""}`;
+}
+
+/** Return the text of one side in pieces [text, isSame]: 0 for a, 1 for b. */
+function marked(parts, runs, place) {
+  let at = 0;
+  return runs
+    .map(([isSame, ...lengths]) => {
+      const start = at;
+      at += lengths[place];
+      return [parts.slice(start, at).join(""), isSame];
+    })
+    .filter(([text]) => text);
+}
+
+/** Return how many words of each side the other has not: "1 of 2 words of A, 3 of 4 of B". */
+function wordsThatDiffer(shown) {
+  const count = (pieces) => countWords(pieces.flatMap(([text]) => partsOf(text)));
+  const [a, b] = shown.map((pieces) => {
+    const number = count(pieces.filter(([, isSame]) => !isSame));
+    return `${number.toLocaleString("en")} of ${count(pieces).toLocaleString("en")}`;
+  });
+  return `${a} words of A, ${b} of B`;
 }
 
 /** Return the rows [name, left, right] of the model and the settings that differ. */
@@ -314,20 +355,6 @@ export function differences(a, b) {
     if (values[0] !== values[1]) rows.push([name, ...values.map(String)]);
   }
   return rows;
-}
-
-/** Return how many characters of two texts, or items of two lists, are the same from the start. */
-export function commonLength(first, second) {
-  const most = Math.min(first.length, second.length);
-  let at = 0;
-  while (at < most && first[at] === second[at]) at += 1;
-  return at;
-}
-
-/** Return whether two answers differ. While they grow, one may be the beginning of the other. */
-function isDifferent(texts, common, areComplete) {
-  const shortest = Math.min(...texts.map((text) => text.length));
-  return common < shortest || (areComplete && texts[0].length !== texts[1].length);
 }
 
 function textOf({ reasoning, content, calls }) {

@@ -14,10 +14,11 @@ const TAGS = [
 ];
 const EVENTS = "text/event-stream";
 const SCOPES = {
-  public: "no key needed",
-  inference: "scope inference",
-  metrics: "scope metrics",
-  admin: "scope admin",
+  public: "Needs no key.",
+  inference: "If the server has keys, it needs one with the scope inference, as applications have.",
+  metrics: "If the server has keys, it needs one with the scope metrics, as monitoring has.",
+  admin:
+    "It needs a key with the scope admin, as operators have. A server without keys allows it to programs on its own machine.",
 };
 
 export async function mount(root, context) {
@@ -131,7 +132,7 @@ class Reference {
     const { operationId: id, path, method, summary } = operation;
     const badge = () =>
       h("span", { class: `method ${method}` }, method === "delete" ? "DEL" : method.toUpperCase());
-    const address = new URL(`docs#${id}`, BASE).href;
+    const address = new URL(`reference#${id}`, BASE).href;
     const parts = path.split(/(?=[/_])/).map((part) => [h("wbr"), part]); // a long path breaks here
     const link = h("li", {}, h("a", { href: address }, badge(), h("span", {}, parts)));
     const head = h(

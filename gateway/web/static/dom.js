@@ -34,10 +34,12 @@ export function fill(element, ...children) {
 }
 
 const ICONS = {
+  back: "M15 6l-6 6 6 6",
   check: "M5 13l4 4L19 7",
   chevron: "M9 6l6 6-6 6",
   close: "M6 6l12 12M18 6L6 18",
   code: "M8 8l-4 4 4 4M16 8l4 4-4 4",
+  compare: "M4 5h6v14H4zM14 5h6v14h-6z",
   copy: "M9 9h10v11H9zM5 15V4h10",
   down: "M12 5v14M6 13l6 6 6-6",
   download: "M12 4v11m0 0l-4-4m4 4l4-4M5 20h14",

@@ -92,9 +92,8 @@ export function schemaView(schema, document) {
 
 function fieldsView(schema, document) {
   const required = new Set(schema.required);
-  const names = Object.keys(schema.properties).sort((a, b) => required.has(b) - required.has(a));
-  const rows = names.map((name) => {
-    const field = schema.properties[name];
+  // The document has the fields in order of importance.
+  const rows = Object.entries(schema.properties).map(([name, field]) => {
     const facts = [typeName(field), ...boundsOf(field)];
     if (field.default !== undefined && field.default !== null)
       facts.push(`default ${JSON.stringify(field.default)}`);
@@ -109,6 +108,9 @@ function fieldsView(schema, document) {
         h("span", { class: "schema-type" }, facts.join(", ")),
       ),
       field.description ? h("p", {}, field.description) : null,
+      (field.examples ?? []).map((example) =>
+        h("p", { class: "example" }, "Example: ", h("code", {}, JSON.stringify(example))),
+      ),
       partsOf(field, document).map((part) => nested(part, document)),
     );
   });

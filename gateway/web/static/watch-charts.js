@@ -8,7 +8,7 @@ import { fill, h } from "./dom.js";
 import { checkpoints, count, duration, percent, rate, stateWords } from "./watch-words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const MAX_POINTS = 90;
+const MAX_POINTS = 90; // one each second
 const MAX_COLUMNS = 160;
 const MAX_CELLS = 128;
 const [FIRST, COUNT, PREFILL, DECODE, DRAFT, BUSY, LONGEST] = [0, 1, 2, 3, 4, 5, 6]; // of a step
@@ -28,8 +28,14 @@ export class History {
   }
 
   push(engine) {
-    const { rates, first_token: first, gap } = engine;
-    this.points.push({ tokens: rates.tokens_per_s, first: first?.p50 ?? null, gap: gap?.p50 ?? null });
+    const { rates, first_token: first, gap, past = [] } = engine;
+    if (past.length) {
+      // The first frame of a stream: it has all there is.
+      this.points = past.map((point) => ({ tokens: point.tokens_per_s, first: point.first_token, gap: point.gap }));
+      this.steps = [];
+    } else {
+      this.points.push({ tokens: rates.tokens_per_s, first: first?.p50 ?? null, gap: gap?.p50 ?? null });
+    }
     if (this.points.length > MAX_POINTS) this.points.shift();
     const last = this.steps.at(-1);
     if (last && engine.steps.length && engine.steps[0][FIRST] < last[FIRST]) this.steps = []; // it was restarted
@@ -41,9 +47,9 @@ export class History {
 // ---- numbers
 
 const NUMBERS = [
-  { name: "Tokens per second", value: (e) => rate(e.rates.tokens_per_s), curve: "tokens" },
-  { name: "First token", value: (e) => (e.first_token ? duration(e.first_token.p50) : "–"), more: (e) => spread(e.first_token), curve: "first" },
-  { name: "Gap between tokens", value: (e) => (e.gap ? duration(e.gap.p50) : "–"), more: (e) => spread(e.gap), curve: "gap" },
+  { name: "Tokens per second", value: (e) => rate(e.rates.tokens_per_s), curve: "tokens", unit: (top) => `${rate(top)}/s` },
+  { name: "First token", value: (e) => (e.first_token ? duration(e.first_token.p50) : "–"), more: (e) => spread(e.first_token), curve: "first", unit: duration },
+  { name: "Gap between tokens", value: (e) => (e.gap ? duration(e.gap.p50) : "–"), more: (e) => spread(e.gap), curve: "gap", unit: duration },
   { name: "Worker busy", value: (e) => percent(e.rates.busy), more: (e) => `${rate(e.rates.steps_per_s)} steps/s` },
   { name: "Prefix cache hits", value: (e) => percent(e.rates.cache_hits), more: hits },
   { name: "Preempted", value: (e) => count(e.stats.num_preemptions ?? 0), more: (e) => `${count((e.stats.num_refused ?? 0) + (e.stats.num_refused_early ?? 0))} refused` },
@@ -63,7 +69,7 @@ function spread(found) {
 
 export function numbers() {
   const tiles = NUMBERS.map((number) => {
-    const tile = { ...number, shown: h("dd", {}), rest: h("dd", { class: "muted" }), line: number.curve ? sparkline() : null };
+    const tile = { ...number, shown: h("dd", {}), rest: h("dd", { class: "muted" }), line: number.curve ? sparkline(number.unit) : null };
     tile.root = h("div", { class: "watch-number" }, h("dt", {}, number.name), tile.shown, tile.rest, tile.line?.root ?? null);
     return tile;
   });
@@ -77,15 +83,19 @@ export function numbers() {
   return { root: h("dl", { class: "watch-numbers" }, tiles.map((tile) => tile.root)), draw };
 }
 
-/** A curve without axes. The number beside it says its last value. */
-function sparkline() {
+/** A curve of the last seconds, from 0 to its largest value, which `unit` writes. The number beside it says its last value. */
+function sparkline(unit) {
   const line = svg("polyline", { fill: "none", "vector-effect": "non-scaling-stroke" });
-  const root = svg("svg", { class: "sparkline", viewBox: `0 0 ${MAX_POINTS} 20`, preserveAspectRatio: "none", "aria-hidden": "true" }, line);
+  const picture = svg("svg", { class: "sparkline", viewBox: `0 0 ${MAX_POINTS} 20`, preserveAspectRatio: "none" }, line);
+  const highest = h("span", {});
+  const axis = [h("span", {}, `${MAX_POINTS} s ago`), h("span", {}, "now")];
+  const root = h("div", { class: "watch-curve", "aria-hidden": "true" }, highest, picture, h("div", { class: "watch-axis" }, axis));
   const draw = (values) => {
     const top = Math.max(...values.map((value) => value ?? 0), 1e-9);
     const start = MAX_POINTS - values.length;
     const points = values.map((value, place) => (value === null ? null : `${start + place},${(19 - (18 * value) / top).toFixed(1)}`));
     line.setAttribute("points", points.filter(Boolean).join(" "));
+    highest.textContent = values.some((value) => value > 0) ? unit(top) : "";
   };
   return { root, draw };
 }
@@ -136,7 +146,14 @@ const OWNERS = [
 
 export function blocksBar() {
   const bar = ownersBar(OWNERS, "blocks");
-  return { root: bar.root, draw: (engine) => bar.draw(engine.blocks, engine.stats.total_blocks) };
+  const size = h("p", { class: "muted" });
+  const draw = (engine) => {
+    const { total_blocks: total = 0 } = engine.stats;
+    bar.draw(engine.blocks, total);
+    const tokens = engine.limits?.block_tokens;
+    size.textContent = tokens ? `${count(total)} blocks of ${count(tokens)} tokens` : `${count(total)} blocks`;
+  };
+  return { root: h("div", {}, bar.root, size), draw };
 }
 
 /** A bar of `things`, divided by their owners: [class, text] of each. */
@@ -189,6 +206,9 @@ export function stepColumns() {
   const columns = svg("g", {});
   const size = { viewBox: `0 0 ${MAX_COLUMNS} ${HEIGHT + 4 + TIME_HEIGHT}`, preserveAspectRatio: "none" };
   const picture = svg("svg", { class: "watch-steps", role: "img", ...size }, columns);
+  const [mostTokens, longestTime] = [h("span", {}), h("span", {})];
+  const scale = h("div", { class: "watch-scale", "aria-hidden": "true" }, mostTokens, h("span", {}, "0"), longestTime);
+  const axis = h("div", { class: "watch-axis", "aria-hidden": "true" }, h("span", {}, "older"), h("span", {}, "last step"));
   const text = h("p", { class: "muted" });
   const draw = (engine, history) => {
     const { steps } = history;
@@ -198,15 +218,17 @@ export function stepColumns() {
     const start = MAX_COLUMNS - steps.length;
     columns.replaceChildren(...steps.flatMap((step, place) => column(step, start + place, most, longest)));
     const last = steps.at(-1);
-    text.textContent = last
-      ? `Above: tokens of each step, at most ${count(most)}. Below: its time, at most ${duration(longest)}. Equal steps share a column.`
-      : "No step yet.";
+    mostTokens.textContent = last ? `${count(most)} tokens` : "";
+    longestTime.textContent = last ? duration(longest) : "";
+    scale.hidden = axis.hidden = !last;
+    text.textContent = last ? "Above: tokens of each step. Below: its time. Equal steps share a column." : "No step yet.";
     const words = last
       ? `The last step computed ${count(last[PREFILL] / last[COUNT])} tokens of prompts, ${count(last[DECODE] / last[COUNT])} of answers and ${count(last[DRAFT] / last[COUNT])} drafts in ${duration(last[BUSY] / last[COUNT])}.`
       : "No step yet.";
     picture.setAttribute("aria-label", words);
   };
-  return { root: h("div", {}, picture, text, legend(KINDS.map(([, name]) => [name, { prefill: "prompts", decode: "answers", draft: "drafts" }[name]]))), draw };
+  const chart = h("div", { class: "watch-chart" }, scale, picture, axis);
+  return { root: h("div", {}, chart, legend(KINDS.map(([, name]) => [name, { prefill: "prompts", decode: "answers", draft: "drafts" }[name]])), text), draw };
 }
 
 /** Return the rectangles of one column: its tokens by kind, from below, and its time. */

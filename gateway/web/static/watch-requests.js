@@ -5,6 +5,11 @@ import { fill, h } from "./dom.js";
 import { count, duration, rate, STAGES, WAITS } from "./watch-words.js";
 
 const COLUMNS = ["Request", "Account", "Stage", "Waits for", "Age", "Prompt", "Answer", "Tokens/s"];
+/** Columns that are shown only if a request has a value there: place in COLUMNS, class that hides it. */
+const OPTIONAL = [
+  [COLUMNS.indexOf("Account"), "no-account"],
+  [COLUMNS.indexOf("Waits for"), "no-wait"],
+];
 
 export class RequestTable {
   /** `choose` is called with the name of the request whose row was clicked. */
@@ -15,8 +20,11 @@ export class RequestTable {
     this.body = h("tbody", {});
     this.note = h("p", { class: "muted" }); // until the first frame, nothing is known
     const head = h("tr", {}, COLUMNS.map((name) => h("th", { scope: "col" }, name)));
-    const table = h("table", { class: "plain watch-table" }, h("thead", {}, head), this.body);
-    this.root = h("div", {}, h("div", { class: "watch-scroll" }, table), this.note);
+    this.table = h("table", { class: "plain watch-table" }, h("thead", {}, head), this.body);
+    // It scrolls sideways on a narrow screen, also with the keys.
+    const scrolled = { class: "watch-scroll", role: "region", "aria-label": "Open requests", tabindex: 0 };
+    this.scrolled = h("div", { ...scrolled, hidden: true }, this.table);
+    this.root = h("div", {}, this.scrolled, this.note);
   }
 
   draw(engines) {
@@ -30,7 +38,11 @@ export class RequestTable {
       this.rows.delete(name);
     }
     for (const request of shown) this.row(request.name).update(request);
-    this.note.textContent = open > shown.length ? `and ${count(open - shown.length)} more` : open ? "" : "No open request.";
+    const rows = [...this.rows.values()];
+    for (const [place, name] of OPTIONAL)
+      this.table.classList.toggle(name, !rows.some((row) => row.cells[place - 1].textContent));
+    this.scrolled.hidden = !shown.length;
+    this.note.textContent = noteOf(open - shown.length, open, engines);
   }
 
   /** Hide the table until there is a frame again, because nothing is known about requests. */
@@ -53,6 +65,12 @@ export class RequestTable {
     }
     return this.rows.get(name);
   }
+}
+
+/** Return what is said below the table. Nothing is known of an engine that does not answer. */
+function noteOf(more, open, engines) {
+  if (more > 0) return `and ${count(more)} more`;
+  return open || !engines.length || engines.some(({ error }) => error) ? "" : "No open request.";
 }
 
 class RequestRow {

@@ -57,7 +57,7 @@ class WatchTab {
       root,
       h(
         "div",
-        { class: "watch-page" },
+        { class: "page watch-page" },
         h("div", { class: "row watch-head" }, h("h1", {}, "Watch"), this.state, this.pause),
         this.problem,
         this.places,
@@ -210,8 +210,8 @@ class EngineView {
         { class: "watch-charts" },
         h("div", { class: "card" }, h("h3", {}, "Slots and queue"), this.slots.root, this.queue),
         h("div", { class: "card" }, h("h3", {}, "Blocks of the KV cache"), this.blocks.root),
+        h("div", { class: "card" }, h("h3", {}, "Steps"), this.steps.root),
         this.states.root,
-        h("div", { class: "card wide" }, h("h3", {}, "Steps"), this.steps.root),
       ),
     );
   }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from tests.support.browser import Visit, chromium
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, thinking_card
+from tests.support.scripted_library import OWN, ScriptedLibrary
+from tests.support.scripted_supervisor import ScriptedSupervisor
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -56,3 +60,18 @@ def visit(browser: Browser, gateway: GatewayProcess) -> Iterator[Visitor]:
             return stack.enter_context(Visit(browser, url, **options))
 
         yield visitor
+
+
+@pytest.fixture
+def library(engine: ScriptedEngine) -> Iterator[tuple[ScriptedLibrary, GatewayProcess]]:
+    """Yield a supervisor and its gateway. A test requests them before `visit`, so that the page is
+    closed before they are: it asks them for the progress of downloads."""
+    with tempfile.TemporaryDirectory() as folder:  # a short path, for the socket
+        path = Path(folder) / "control.sock"
+        models = [{"served_name": [OWN], "engine": engine.address}]
+        with ScriptedSupervisor(path, {OWN: "ready"}) as supervisor:
+            scripted = ScriptedLibrary(supervisor, engine)
+            with GatewayProcess(
+                models=models, control=str(path), file_store="none", manage_models=True
+            ) as gateway:
+                yield scripted, gateway.await_ready()

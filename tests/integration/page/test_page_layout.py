@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.integration.page.conftest import Visitor
 from tests.support.browser import PHONE, await_answer, is_wider_than_screen, send
 from tests.support.scripted_engine import ScriptedEngine, text_reply
@@ -11,7 +13,7 @@ from tests.support.scripted_engine import ScriptedEngine, text_reply
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-TABS = ("/", "/#compare", "/docs", "/docs#post_v1_chat_completions")
+TABS = ("/", "/#compare", "/reference", "/reference#post_v1_chat_completions")
 WIDE = f"""
 A long word: {"x" * 300} and https://example.com/{"y" * 300}
 
@@ -154,3 +156,39 @@ def test_nothing_moves_if_the_visitor_wants_no_motion(
     waiting.wait_for()
     assert waiting.evaluate("element => getComputedStyle(element).animationName") == "none"
     page.keyboard.press("Escape")
+
+
+EDGES = """(selector) => {
+  const { left, right } = document.querySelector(selector).getBoundingClientRect();
+  return [left, right];
+}"""
+
+
+@pytest.mark.parametrize("width", [1280, 900, 600, 390])
+def test_a_message_and_the_field_for_the_next_have_the_same_edges(
+    visit: Visitor, engine: ScriptedEngine, width: int
+) -> None:
+    engine.script = lambda generate: text_reply("A line of text.\n\n" * 60, size=100)
+    page = visit(size=(width, 700)).open()
+    send(page, "Write.")
+    await_answer(page, "A line")
+    assert page.locator(".thread").evaluate("each => each.scrollHeight > each.clientHeight")
+    assert page.evaluate(EDGES, ".message.answer") == page.evaluate(EDGES, ".composer")
+
+
+@pytest.mark.parametrize("size", [(1680, 800), (1280, 800), PHONE])
+def test_the_pages_have_the_same_column_and_margins(visit: Visitor, size: tuple[int, int]) -> None:
+    visitor = visit(size=size)
+    found = {}
+    for path in ("/#compare", "/#watch"):
+        page = visitor.open(path)
+        page.locator("select option, .watch-engine").first.wait_for(state="attached")
+        left, right = page.evaluate(EDGES, ".page")
+        found[path] = (left, right, page.evaluate(EDGES, "main h1")[0])
+        assert left == size[0] - right
+    assert found["/#compare"] == found["/#watch"]
+    page = visitor.open("/reference")
+    page.locator("details.operation").first.wait_for()
+    left, right = page.evaluate(EDGES, "details.operation")
+    body_left, body_right = page.evaluate(EDGES, ".docs-body")
+    assert left - body_left == body_right - right

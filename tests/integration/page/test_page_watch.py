@@ -96,6 +96,63 @@ def test_numbers_move_while_requests_run(visit: Visitor, server: GatewayProcess)
     page.get_by_text("No open request.").wait_for()
 
 
+def generate(server: GatewayProcess, max_tokens: int) -> None:
+    params = {"max_tokens": max_tokens, "ignore_eos": True}
+    server.post(GENERATE, {"token_ids": [*range(40)], "sampling_params": params})
+
+
+def test_the_charts_are_full_when_the_view_opens_and_have_scales(
+    visit: Visitor, server: GatewayProcess
+) -> None:
+    generate(server, 20)
+    page = visit(server.url).open("/#watch")
+    await_slots(page, 0)
+    speed, steps = page.locator(".watch-number").first, page.locator(".watch-chart")
+    points = (speed.locator("polyline").get_attribute("points") or "").split()
+    assert len(points) == 90
+    assert re.fullmatch(r"\d+/s\s+90 s ago\s*now", speed.locator(".watch-curve").inner_text())
+    assert steps.locator(".decode").count() > 0
+    assert re.fullmatch(r"[\d,]+ tokens\s+0\s+[\d.]+ m?s\s+older\s*last step", steps.inner_text())
+    page.get_by_text(re.compile(r"[\d,]+ blocks of \d+ tokens")).wait_for()
+
+
+def test_the_requests_are_on_the_first_screen(visit: Visitor, server: GatewayProcess) -> None:
+    page = visit(server.url, size=(1280, 900)).open("/#watch")
+    with running(server):
+        row = page.locator(".watch-table tbody tr", has_text="answering").first
+        row.wait_for()
+        box = row.bounding_box()
+        assert box is not None
+        assert box["y"] + box["height"] < 900
+
+
+def test_a_column_that_would_be_empty_is_not_shown(visit: Visitor, engine: ScriptedEngine) -> None:
+    heads = "[...document.querySelectorAll('.watch-table thead th')]"
+    shown = f"{heads}.filter(each => each.offsetWidth).map(each => each.textContent)"
+    page = visit().open("/#watch")
+    page.get_by_text("No open request.").wait_for()
+    assert not page.locator(".watch-table").is_visible()
+    engine.rows = [RequestStatus(name="one", stage="decode", waits_for="step")]
+    page.get_by_role("button", name="one").wait_for()
+    assert page.evaluate(shown) == ["Request", "Stage", "Age", "Prompt", "Answer", "Tokens/s"]
+    engine.rows = [RequestStatus(name="two", account="bob", stage="queued", waits_for="slot")]
+    page.get_by_role("button", name="two").wait_for()
+    assert page.evaluate(shown)[1:4] == ["Account", "Stage", "Waits for"]
+    engine.rows = []
+
+
+def test_nothing_is_said_of_the_requests_of_an_engine_that_does_not_answer(
+    visit: Visitor, engine: ScriptedEngine
+) -> None:
+    page = visit().open("/#watch")
+    page.get_by_text("No open request.").wait_for()
+    engine.is_silent = True
+    page.get_by_text("the engine does not answer", exact=True).wait_for()
+    assert page.get_by_text("No open request.").count() == 0
+    engine.is_silent = False
+    page.get_by_text("No open request.").wait_for()
+
+
 def test_the_table_says_what_each_request_waits_for(visit: Visitor, server: GatewayProcess) -> None:
     page = visit(server.url).open("/#watch")
     with running(server):
