@@ -4,12 +4,15 @@ import { fill, h, icon, iconButton, saveFile } from "./dom.js";
 import { chats } from "./session.js";
 
 const UNDO_MS = 8000;
+const PIECE = 50; // conversations that are drawn at once; the next ones when the list is scrolled
+const NEAR_PX = 400;
 
 export class ConversationList {
   /** actions: { open(conversation), create() } */
   constructor(actions) {
     this.actions = actions;
-    this.items = h("ul", { class: "conversations" });
+    this.numShown = PIECE;
+    this.items = h("ul", { class: "conversations", onscroll: () => this.onScroll() });
     this.undo = h("div", { class: "undo", role: "status" });
     const exportAll = h(
       "button",
@@ -44,10 +47,39 @@ export class ConversationList {
   /** Draw the list, with one conversation marked as open. */
   draw(current) {
     this.current = current;
+    const shown = Math.max(this.numShown, chats.conversations.indexOf(current) + 1);
     fill(
       this.items,
-      chats.conversations.map((conversation) => this.item(conversation)),
+      chats.conversations.slice(0, shown).map((conversation) => this.item(conversation)),
+      this.rest(shown),
     );
+    this.numShown = shown;
+  }
+
+  /** Return an entry that shows the conversations after the first `shown`; null if there are none. */
+  rest(shown) {
+    const count = chats.conversations.length - shown;
+    if (count <= 0) return null;
+    const label = `Show ${Math.min(count, PIECE)} more`;
+    const onclick = () => this.showMore({ takesFocus: true });
+    return h("li", { class: "rest" }, h("button", { type: "button", class: "title", onclick }, label));
+  }
+
+  onScroll() {
+    const { scrollTop, scrollHeight, clientHeight } = this.items;
+    if (scrollTop + clientHeight > scrollHeight - NEAR_PX) this.showMore();
+  }
+
+  /** Draw the next conversations in place of the last entry. */
+  showMore({ takesFocus = false } = {}) {
+    const rest = this.items.querySelector(".rest");
+    if (!rest) return;
+    const hadFocus = takesFocus || rest.contains(document.activeElement);
+    const more = chats.conversations.slice(this.numShown, this.numShown + PIECE);
+    this.numShown += more.length;
+    const items = [...more.map((each) => this.item(each)), this.rest(this.numShown)];
+    rest.replaceWith(...items.filter(Boolean));
+    if (hadFocus) items[0].querySelector(".title").focus();
   }
 
   item(conversation) {
