@@ -1,4 +1,5 @@
-"""Tidegate's extras and its compiled kernels. All other metadata of the package is in setup.cfg.
+"""Tidegate's extras, its compiled kernels and its guide. All other metadata of the package is in
+setup.cfg.
 
 The extras are in this file because `all` and `test` are sums of others, which are written out here.
 If `all` required `tidegate[worker]` instead, pip would read the requirements of that extra late,
@@ -7,6 +8,9 @@ and might first download half a gigabyte of a torch version that we do not suppo
 The kernels need only a C++ compiler. Each instruction set has a library of its own, which is
 optional: if there is no compiler, or if it does not support the instruction set, the installation
 continues without the library. The worker then logs which kernels are missing.
+
+The guide is the site that gateways serve at `/docs`. Sphinx makes it from docs/. pip installs
+Sphinx for the build only; without it (`--no-build-isolation`), the installation has no guide.
 """
 
 import copy
@@ -16,10 +20,12 @@ import platform
 import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 GATEWAY = [
@@ -44,7 +50,7 @@ WORKER = [
 HUB = [  # downloads from the Hugging Face Hub; `tokenizers` requires it as well
     "huggingface_hub>=2,<3",
 ]
-TRANSFORMERS = [  # architectures without a family of ours (docs/models/models.md)
+TRANSFORMERS = [  # architectures without a family of ours (docs/models/transformers.md)
     "transformers>=5.23,<6",
 ]
 CUDA = [  # kernels for GPUs; a torch for CUDA requires its own version of it
@@ -56,6 +62,11 @@ CLUSTER = [  # tidegate serve --cluster (docs/scale/cluster.md)
 OTEL = [  # request traces (docs/operate/metrics.md)
     "opentelemetry-exporter-otlp-proto-http>=1.27,<2",
     "opentelemetry-sdk>=1.27,<2",
+]
+DOCS = [  # also in pyproject.toml, for builds
+    "furo>=2025.9",
+    "myst-parser>=4,<6",
+    "sphinx>=8.2,<10",
 ]
 TEST = [  # the Makefile also installs instructor and LlamaIndex's clients, without dependencies
     "accelerate>=1.7,<2",
@@ -147,6 +158,38 @@ class KernelBuild(build_ext):
             self.copy_file(made, target)
 
 
+class GuideBuild(Command):
+    """Builds the guide, or takes the one that `make docs` has built in the source."""
+
+    description = "build the guide that gateways serve at /docs"
+    user_options = [("build-lib=", "d", "directory of the built packages")]
+    PLACE = Path("gateway/web/guide")
+
+    def initialize_options(self) -> None:
+        self.build_lib: str | None = None
+        self.editable_mode = False
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build_py", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        assert self.build_lib is not None
+        out = self.PLACE if self.editable_mode else Path(self.build_lib, self.PLACE)
+        command = [sys.executable, "docs/site/build.py", "--out", str(out)]
+        if subprocess.run(command, check=False).returncode != 0:
+            self.warn("the guide is not built, so /docs of a server will say how to build it")
+
+    def get_source_files(self) -> list[str]:
+        return [str(path) for path in Path("docs").rglob("*") if path.is_file()]
+
+    def get_outputs(self) -> list[str]:
+        built = Path(self.build_lib or "", self.PLACE)
+        return [str(path) for path in built.rglob("*") if path.is_file()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
 def is_gcc(compiler: str) -> bool:
     """Return whether the compiler is installed and is GCC."""
     if shutil.which(compiler) is None:
@@ -159,8 +202,10 @@ def is_newer(file: str, sources: list[str]) -> bool:
     return os.path.exists(file) and os.path.getmtime(file) > max(map(os.path.getmtime, sources))
 
 
+build.sub_commands.append(("build_guide", None))
+
 setup(
-    cmdclass={"build_ext": KernelBuild},
+    cmdclass={"build_ext": KernelBuild, "build_guide": GuideBuild},
     ext_modules=[
         Extension(
             f"worker.kernels._{each.name}",
@@ -182,9 +227,10 @@ setup(
         "cuda": CUDA,
         "otel": OTEL,
         "cluster": CLUSTER,
+        "docs": DOCS,
         "hub": HUB,
         "transformers": TRANSFORMERS,
         "all": GATEWAY + ENGINE + WORKER + HUB,
-        "test": GATEWAY + ENGINE + WORKER + HUB + TRANSFORMERS + CUDA + CLUSTER + TEST,
+        "test": GATEWAY + ENGINE + WORKER + HUB + TRANSFORMERS + CUDA + CLUSTER + DOCS + TEST,
     },
 )

@@ -258,7 +258,7 @@ def _add_request_hooks(app: Flask, service: Service, gate: Gate) -> None:
 def _help_link() -> str:
     """Return the Link header (RFC 8288) from an error to the reference of the route."""
     name = OPERATION_IDS.get(request.endpoint or "")
-    return f'</docs#{name}>; rel="help"' if name else '</docs>; rel="help"'
+    return f'</reference#{name}>; rel="help"' if name else '</reference>; rel="help"'
 
 
 def _record_listeners(service: Service, *, is_probe: bool) -> list[Callable[[RequestRecord], None]]:

@@ -178,7 +178,7 @@ class ModelHost:
             created_at,
             max_len,
             limits,
-            defaults,
+            defaults.for_temperature(),
             output_format,
             fills,
         )

@@ -37,6 +37,21 @@ def version() -> str:
         return "0+source"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDefaults:
+    """Values for the sampling parameters that a request does not set."""
+
+    #: If its temperature is above 0: of --default-sampling, the model card or the catalogue.
+    sampled: SamplingDefaults
+    #: If its temperature is 0: the same, without those of the catalogue.
+    greedy: SamplingDefaults
+
+    def for_temperature(self, temperature: float | None = None) -> SamplingDefaults:
+        """Return the values for a request with this temperature; None: it does not set one."""
+        used = self.sampled.temperature if temperature is None else temperature
+        return self.greedy if used == 0 else self.sampled
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """The operator's options that change how a model is served."""
@@ -67,9 +82,10 @@ class ModelOptions:
             default_sampling=sampling_defaults(config.default_sampling),
         )
 
-    def defaults_of(self, card: ModelCard) -> SamplingDefaults:
+    def defaults_of(self, card: ModelCard) -> RequestDefaults:
         """Return the sampling parameters of requests that do not set them."""
-        return self.default_sampling.with_fallback(card.defaults)
+        greedy = self.default_sampling.with_fallback(card.defaults)
+        return RequestDefaults(sampled=greedy.with_fallback(card.recommended), greedy=greedy)
 
     def effective_card(self, card: ModelCard) -> ModelCard:
         """Return `card` with the operator's chat template, if there is one."""
@@ -145,6 +161,7 @@ def _without_weights(card: ModelCard) -> ModelCard:
         card,
         digest="",
         defaults=SamplingDefaults(),
+        recommended=SamplingDefaults(),
         dtype="",
         num_parameters=0,
         weights_bytes=0,
@@ -167,9 +184,7 @@ class ServedModel:
     output_format: ModelOutputFormat
     #: How the model is prompted to fill in the middle; None if it has no tokens for that.
     infill: InfillFormat | None
-    #: Values for sampling parameters that a request does not set. They come from
-    #: --default-sampling, or else from the model card.
-    defaults: SamplingDefaults
+    defaults: RequestDefaults
     #: Default chat-template kwargs.
     default_kwargs: Mapping[str, Any]
     #: The `system_fingerprint` of responses (`fingerprint_of`).

@@ -122,7 +122,7 @@ KEEP_ASKING = """(question) => {
 
 
 def draw_docs(visit: Visit) -> None:
-    page = visit.open("/docs#post_v1_completions")
+    page = visit.open("/reference#post_v1_completions")
     form = page.locator("#post_v1_completions form.try")
     form.get_by_role("button", name="Send").click()
     form.get_by_text("200 OK").wait_for()

@@ -34,14 +34,9 @@ STARTERS = ("serve", "engine", "config")
 
 EXAMPLES = """\
 getting started:
-  tidegate serve                  download the default model and start a server
-  tidegate chat                   chat with the server, from another terminal; or use
-                                  its web page at http://127.0.0.1:8000/
-  tidegate status                 show whether the server is ready and how busy it is
-  tidegate top                    watch the engine and its open requests
-  tidegate doctor                 check this machine if something does not work
-  tidegate bench                  measure latency and throughput
-  tidegate models                 list the models in the cache and in the catalogue
+  tidegate serve            download the default model and start a server
+  tidegate chat             chat with the server, from another terminal; or use
+                            its web page at http://127.0.0.1:8000/
 
 for the options of a command: tidegate serve --help
 """
@@ -57,41 +52,59 @@ class Tool(Protocol):
     def run(self, options: argparse.Namespace) -> int: ...
 
 
-COMMANDS = {
-    "serve": "start a server",
-    "config": "show the options of a server, and where each comes from",
-    "run": "print one answer of a model",
-    "chat": "chat with a server",
-    "launch": "start a coding agent that uses a server",
-    "status": "show whether a server is ready and how busy it is",
-    "logs": "show the log of a running server",
-    "top": "watch an engine and its open requests",
-    "why": "explain where the time of a request went",
-    "abort": "abort requests",
-    "ps": "list servers, and processes and sockets left behind",
-    "stop": "stop servers and remove what was left behind",
-    "replay": "replay a journal",
-    "restart": "restart the engines of a server one after the other, while it serves",
-    "drain": "stop an engine after its open requests finish",
-    "lora": "load, unload and list LoRA adapters",
-    "engine": "start one engine of a cluster, without a gateway",
-    "worker": "start a worker for an engine on another machine",
-    "doctor": "check whether this machine can run a server",
-    "bench": "measure the latency and throughput of a server",
-    BENCH_STEP: "measure one step of the worker",
-    "run-batch": "answer all lines of a file, each exactly once",
-    "simulate": "predict how a cluster serves a workload",
-    "keys": "add, list and revoke API keys",
-    "profile": "trace the worker of a running server",
-    "key": "create a cluster key",
-    "models": "list the models in the cache, and those of the catalogue",
-    "pull": "download a model",
-    "quantize": "write a model as a smaller GGUF file",
-    "rm": "remove models from the cache",
-    "completion": "print the completion script of a shell",
-    "fetch-kernels": "fetch a FlashAttention library for GPUs",
+COMMAND_GROUPS = {
+    "start and stop": {
+        "serve": "start a server",
+        "ps": "list servers, and processes and sockets left behind",
+        "stop": "stop servers and remove what was left behind",
+        "config": "show the options of a server, and where each comes from",
+    },
+    "use": {
+        "run": "print one answer of a model",
+        "chat": "chat with a server",
+        "launch": "start a coding agent that uses a server",
+        "run-batch": "answer all lines of a file, each exactly once",
+    },
+    "operate": {
+        "status": "show whether a server is ready and how busy it is",
+        "logs": "show the log of a running server",
+        "top": "watch an engine and its open requests",
+        "why": "explain where the time of a request went",
+        "abort": "abort requests",
+        "keys": "add, list and revoke API keys",
+        "lora": "load, unload and list LoRA adapters",
+        "restart": "restart the engines of a server in turn, while it serves",
+        "drain": "stop an engine after its open requests finish",
+    },
+    "models": {
+        "models": "list the models in the cache, and those of the catalogue",
+        "pull": "download a model",
+        "rm": "remove models from the cache",
+        "quantize": "write a model as a smaller GGUF file",
+    },
+    "this machine": {
+        "doctor": "check whether this machine can run a server",
+        "fetch-kernels": "fetch a FlashAttention library for GPUs",
+        "completion": "print the completion script of a shell",
+    },
+    "cluster": {
+        "engine": "start one engine of a cluster, without a gateway",
+        "worker": "start a worker for an engine on another machine",
+        "cluster-key": "create a cluster key",
+        "simulate": "predict how a cluster serves a workload",
+    },
+    "measure and develop": {
+        "bench": "measure the latency and throughput of a server",
+        BENCH_STEP: "measure one step of the worker",
+        "profile": "trace the worker of a running server",
+        "replay": "replay a journal",
+    },
 }
-"""Name and summary of each command, in the order of `--help`."""
+"""Title of each group -> name and summary of its commands, in the order of `--help`."""
+COMMANDS = {name: text for group in COMMAND_GROUPS.values() for name, text in group.items()}
+"""Name and summary of each command."""
+OLD_NAMES = {"key": "cluster-key"}
+"""Earlier name of a command, which still works -> its name."""
 
 
 def _tool(name: str) -> Tool:
@@ -113,6 +126,7 @@ class PrintVersion(argparse.Action):
 def build_parser(*names: str) -> argparse.ArgumentParser:
     """Return the parser of the commands `names`, or of all commands if there are no names."""
     parser, commands = _start_parser()
+    commands.help = argparse.SUPPRESS  # the description lists the commands
     for name in names or COMMANDS:
         tool = _tool(name)
         command = commands.add_parser(
@@ -125,14 +139,28 @@ def build_parser(*names: str) -> argparse.ArgumentParser:
 
 def _start_parser() -> tuple[argparse.ArgumentParser, Any]:
     """Return a parser without commands, and the object with which they are added."""
-    parser = OneLineParser(prog="tidegate", description=DESCRIPTION, epilog=EXAMPLES)
+    parser = OneLineParser(
+        prog="tidegate",
+        usage="tidegate COMMAND [options]",
+        description=f"{DESCRIPTION}\n\n{_list_commands()}",
+        epilog=EXAMPLES,
+    )
     parser.add_argument(
         "--version", action=PrintVersion, nargs=0, help="show program's version number and exit"
     )
     commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=OneLineParser
+        prog="tidegate", metavar="COMMAND", required=True, parser_class=OneLineParser
     )
     return parser, commands
+
+
+def _list_commands() -> str:
+    """Return the commands with their summaries, in groups."""
+    width = max(map(len, COMMANDS))
+    return "\n\n".join(
+        "\n".join([f"{title}:", *(f"  {name:<{width}}  {text}" for name, text in group.items())])
+        for title, group in COMMAND_GROUPS.items()
+    )
 
 
 def _complete(line: str) -> None:
@@ -168,9 +196,12 @@ def _check_command(words: Sequence[str]) -> None:
     raise Failure(f"unknown command {word!r}{hint}  (see tidegate --help)", exit_code=2)
 
 
-def join_bench_step(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments`. If they start with `bench` and `step`, join these into one word."""
+def with_command(arguments: Sequence[str]) -> list[str]:
+    """Return `arguments` with the name of the command as the first word: `bench` and `step` become
+    one word, and an old name becomes the present one."""
     words = list(arguments)
+    if words and words[0] in OLD_NAMES:
+        return [OLD_NAMES[words[0]], *words[1:]]
     name = BENCH_STEP.split()
     return [BENCH_STEP, *words[len(name) :]] if words[: len(name)] == name else words
 
@@ -188,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     raise_file_limit()
     if "_ARGCOMPLETE" in os.environ:  # a shell completes a line
         _complete(os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])])
-    words = join_bench_step(sys.argv[1:] if arguments is None else arguments)
+    words = with_command(sys.argv[1:] if arguments is None else arguments)
     if not words:
         build_parser().print_help()
         return 0

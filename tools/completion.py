@@ -22,6 +22,10 @@ def complete(parser: argparse.ArgumentParser) -> None:
     )
 
 
+TAKERS = ("serve", "config", "doctor")
+"""Commands whose port must be free, so those of running servers are not suggested."""
+
+
 class ValueCompleter(BaseCompleter):
     """Suggests values for an option or an argument without `choices`, by its name in the usage.
     Suggests nothing for any other text, and nothing if the values cannot be read."""
@@ -38,13 +42,13 @@ class ValueCompleter(BaseCompleter):
         if name.startswith("{"):  # a choice of `tools.flags`
             return name.strip("{}").split(",")
         match name:
-            case "FILE" | "PATH" | "OUT.gguf":
+            case "FILE" | "PATH":
                 return FilesCompleter()(prefix)
             case "DIRECTORY":
                 return DirectoriesCompleter()(prefix=prefix)
             case "MODEL":
                 return [*_models(), *FilesCompleter("gguf")(prefix)]
-            case "PORT":
+            case "PORT" if parser.prog.split()[-1] not in TAKERS:
                 from tools.processes.discovery import running
 
                 return [str(server.port) for server in running()]

@@ -75,7 +75,7 @@ def add_config_option(
         dest="config_file",
         metavar="FILE",
         help="TOML file with options of this command: their names with underscores, such as "
-        "max_len = 4096. Options of the command line are used in place of those in the file "
+        "max_len = 4096; options of the command line are used in place of those in the file "
         "(`tidegate config` shows the result)",
     )
     parser.set_defaults(configs=[config for _, config in configs], several_models=several)

@@ -19,7 +19,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn, TypeVar, get_args
 
 import msgspec
@@ -36,8 +36,20 @@ KINDS: dict[type[inspect.Type], tuple[str, str]] = {
     inspect.StrType: ("TEXT", "text"),
 }
 """Type of a value -> its name in the usage, and in error messages."""
-NOUNS = {"file": "FILE", "directory": "DIRECTORY", "address": "ADDRESS", "URL": "URL"}
+NOUNS = {
+    "file": "FILE",
+    "directory": "DIRECTORY",
+    "address": "ADDRESS",
+    "URL": "URL",
+    "JSON": "JSON",
+}
 """First word of a text field's description -> the name of the value in the usage."""
+ALL = "all"
+"""The value of --help with which it shows all options."""
+MAX_OPTIONS_IN_USAGE = 12
+"""A command with more options has no list of them in its usage."""
+UNITS = {"s": "SECONDS", "ms": "MILLISECONDS", "days": "DAYS", "mib": "MIB", "gib": "GIB"}
+"""Last word of a number's field -> the name of the value in the usage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,8 @@ class Flag:
     is_tuple: bool = False
     #: A second option for the field; "": none.
     alias: str = ""
+    #: Name of the value in the usage, as declared; "": `metavar` derives it.
+    value_name: str = ""
     #: What is at the path that the text is; "": the text is no path.
     path: PathKind = ""
     #: Whether the value must not be printed.
@@ -82,9 +96,8 @@ class Flag:
     def metavar(self) -> str:
         if isinstance(self.shape, inspect.LiteralType):
             return "{" + ",".join(map(str, self.shape.values)) + "}"
-        usual = "FILE" if self.is_path else KINDS[type(self.shape)][0]
-        metavar = NOUNS.get(self.description.partition(" ")[0], usual)
-        return f"{metavar},..." if self.is_tuple else metavar
+        name = self.value_name or self._noun
+        return f"{name},..." if self.is_tuple else name
 
     @property
     def takes(self) -> str:
@@ -108,6 +121,14 @@ class Flag:
         return self.description + (f" ({'; '.join(facts)})" if facts else "")
 
     @property
+    def _noun(self) -> str:
+        """The name of the value, if none was declared."""
+        if not isinstance(self.shape, inspect.StrType):
+            return UNITS.get(self.field.rpartition("_")[2], KINDS[type(self.shape)][0])
+        usual = "FILE" if self.is_path else KINDS[inspect.StrType][0]
+        return NOUNS.get(self.description.partition(" ")[0], usual)
+
+    @property
     def _default(self) -> str:
         values = self.default if self.is_tuple else [self.default]
         return ",".join(_number(v) if isinstance(v, float) else str(v) for v in values)
@@ -124,10 +145,55 @@ class Flag:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formats help texts so that no line ends within an option name such as --kv-memory-gib."""
+    """Formats help texts so that no line ends within an option name such as --kv-memory-gib.
+
+    rare   the names of the values whose options are left out
+    """
+
+    def __init__(self, prog: str, *, rare: Collection[str] = (), **options: Any) -> None:
+        super().__init__(prog, **options)
+        self._rare = rare
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if action.dest not in self._rare:
+            super().add_argument(action)
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None = None,
+    ) -> None:
+        """Add the usage. The options of a command that has many are one word, because the help
+        lists them below."""
+        actions = list(actions)
+        arguments = [action for action in actions if not action.option_strings]
+        if len(actions) - len(arguments) > MAX_OPTIONS_IN_USAGE:
+            options = argparse.Action([], "options", metavar="[options]")
+            actions, groups = [options, *arguments], []
+        super().add_usage(usage, actions, groups, prefix)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """Return the names of an option and its value once, as Python 3.13 does: -n, --lines N."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, action.dest.upper())
+        return f"{', '.join(action.option_strings)} {value}"
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+class PrintHelp(argparse.Action):
+    """Prints the help of a command, and exits. With the value "all" the help has all options."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _options: Any, value: Any, _name: Any = None
+    ) -> None:
+        assert isinstance(parser, OneLineParser)
+        print(parser.format_help(is_whole=value == ALL), end="")
+        parser.exit()
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -135,7 +201,35 @@ class OneLineParser(argparse.ArgumentParser):
     cannot be abbreviated. Otherwise a new option could change the meaning of a script."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **options)
+        super().__init__(
+            allow_abbrev=False, add_help=False, formatter_class=HelpFormatter, **options
+        )
+        self._help = self.add_argument(
+            *("-h", "--help"), action=PrintHelp, nargs=0, help="show this help message and exit"
+        )
+        self._rare: frozenset[str] = frozenset()
+
+    @property
+    def actions(self) -> Sequence[argparse.Action]:
+        """The options and the arguments, with the hidden ones."""
+        return self._actions
+
+    def show_rarely(self, names: Collection[str]) -> None:
+        """Leave the options of these values out of `--help`, and show them in `--help all`."""
+        self._rare |= frozenset(names)
+        self._help.nargs, self._help.metavar = "?", ALL
+        self._help.help = f"show this help message and exit; {ALL}: with all options"
+
+    def format_help(self, *, is_whole: bool = False) -> str:
+        """Return the help, without the options of `show_rarely` unless it `is_whole`."""
+        if is_whole or not self._rare:
+            return super().format_help()
+        self.formatter_class = partial(HelpFormatter, rare=self._rare)
+        try:
+            text = super().format_help()
+        finally:
+            self.formatter_class = HelpFormatter
+        return f"{text}\nall options: {self.prog} --help {ALL}\n"
 
     def refuse(self, unknown: Sequence[str], others: Mapping[str, str]) -> NoReturn:
         """Exit with an error about the unknown options. The error suggests a replacement for each
@@ -231,6 +325,7 @@ def flags_of(config: type[msgspec.Struct]) -> Sequence[Flag]:
                 is_list=is_list,
                 is_tuple=is_tuple,
                 alias=(shape.extra or {}).get("alias", ""),
+                value_name=(shape.extra or {}).get("metavar", ""),
                 path=(shape.extra or {}).get("path", ""),
                 is_secret=(shape.extra or {}).get("secret", False),
             )
@@ -253,9 +348,12 @@ def add_flags(
     """
     summary = (config.__doc__ or "").partition("\n")[0]
     group = parser.add_argument_group(title, summary)
-    for flag in flags_of(config):
-        if flag.field in without:
-            continue
+    add_to_group(group, [flag for flag in flags_of(config) if flag.field not in without])
+
+
+def add_to_group(group: argparse._ArgumentGroup, flags: Iterable[Flag]) -> None:
+    """Add options to a group of a parser."""
+    for flag in flags:
         words = flag.help.replace("%", "%%")
         if flag.is_switch:
             for name, value, shown in (

@@ -1,4 +1,4 @@
-"""Prints the table of encoders of docs/models/models.md."""
+"""Prints the table of encoders of docs/models/encoders.md."""
 
 from __future__ import annotations
 

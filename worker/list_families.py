@@ -1,4 +1,4 @@
-"""Prints the table of model families of docs/models/models.md."""
+"""Prints the table of model families of docs/models/families.md."""
 
 from __future__ import annotations
 

@@ -71,6 +71,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     format               format of the answers, bound to this model's vocabulary
     tools                tools of the request; None: unknown, so any name is accepted
     starts_inside        whether the prompt has already opened the reasoning
+    continues_reasoning  whether it has also begun the text of the reasoning
     include_reasoning    whether reasoning is emitted; otherwise it is parsed and dropped
     parallel_tool_calls  if false, the answer ends with its first complete call
     calls_or_text        whether the answer is either calls or text, never both; in a text, nothing
@@ -81,6 +82,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     format: BoundFormat
     tools: Sequence[DeclaredTool] | None = None
     starts_inside: bool = False
+    continues_reasoning: bool = False
     include_reasoning: bool = True
     parallel_tool_calls: bool = True
     calls_or_text: bool = False
@@ -139,6 +141,7 @@ class ParserFactory:
             tools=self.answer.tools,
             new_id=self.answer.new_id,
             starts_inside=self.answer.starts_inside,
+            continues_reasoning=self.answer.continues_reasoning,
             calls_or_text=self.answer.calls_or_text,
             state=state,
         )

@@ -174,6 +174,11 @@ class EventBuilder:
         """Start a block of reasoning: drop the blanks before it, and the newlines at its start."""
         self.s.blanks, self.s.dropping = [], NEWLINES
 
+    def continue_reasoning(self) -> None:
+        """Continue a block of reasoning whose text the prompt has begun: keep the newlines that
+        come next, as they separate its paragraphs."""
+        self.s.dropping = ""
+
     def reasoning(self, text: str) -> None:
         """Add reasoning, between `start_reasoning` and `end_reasoning`."""
         s = self.s

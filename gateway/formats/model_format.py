@@ -53,6 +53,7 @@ class AnswerStart(msgspec.Struct, frozen=True):
     marks      markers by which reasoning tokens are counted, or None if they cannot be counted
     opener     the marker with which the prompt opened the reasoning; "" if unknown
     answering  whether the prompt has opened the answer proper
+    thought    whether the prompt ends with text of the reasoning, which the answer continues
     """
 
     bound: BoundFormat | None = None
@@ -61,6 +62,7 @@ class AnswerStart(msgspec.Struct, frozen=True):
     marks: ThinkingMarks | None = None
     opener: str = ""
     answering: bool = False
+    thought: bool = False
 
     @property
     def thinking(self) -> Thinking | None:
@@ -186,11 +188,13 @@ class ModelOutputFormat:
         """
         format = self._formats[calls]
         opener, inside, closed = "", False, not _frames_content(format)
+        thought = False
         if format.reasoning is not None:
             tail = prompt[-TAIL_CHARS:]
             reasoning = reasoning_start(format.reasoning, tail, kwargs)
             inside = reasoning.inside
             opener = _opened_by(tail, format.reasoning) if inside else ""
+            thought = bool(opener) and bool(tail.rpartition(opener)[2].strip())
             closed = not inside and ends_inside(tail, format.reasoning) is False
             format = msgspec.structs.replace(format, reasoning=reasoning.format)
         if not format.markers() and format.tools is None and format.reasoning is None:
@@ -199,7 +203,7 @@ class ModelOutputFormat:
         before = bound.frame().before.rstrip("\n")
         answering = bool(before) and prompt.rstrip("\n").endswith(before)
         closed = closed or answering
-        return AnswerStart(bound, inside, closed, thinking_marks(bound), opener, answering)
+        return AnswerStart(bound, inside, closed, thinking_marks(bound), opener, answering, thought)
 
     def prompt_ending(self, start: AnswerStart) -> str:
         """Return a text that stands for the end of the prompt of `start`: given a prompt that ends

@@ -134,6 +134,7 @@ class Format(msgspec.Struct, frozen=True):
         tools: Sequence[DeclaredTool] | None = None,
         new_id: Callable[[], str] = new_call_id,
         starts_inside: bool = False,
+        continues_reasoning: bool = False,
         calls_or_text: bool = False,
         state: Mapping[str, Any] | None = None,
     ) -> FormatParser:
@@ -145,16 +146,21 @@ class Format(msgspec.Struct, frozen=True):
         context = ParserContext(lexicon, tools, self._id_maker(new_id), calls_or_text)
         own = dict(state or {})
         builder = context.event_builder(own.pop("teller", None))
+        parser: FormatParser
         if isinstance(self.tools, AnswerSyntax):
-            return self.tools.parser(context, builder, own or None, starts_inside=starts_inside)
-        return StandardParser(
-            context,
-            builder,
-            own or None,
-            reasoning=self.reasoning,
-            tools=self.tools,
-            starts_inside=starts_inside,
-        )
+            parser = self.tools.parser(context, builder, own or None, starts_inside=starts_inside)
+        else:
+            parser = StandardParser(
+                context,
+                builder,
+                own or None,
+                reasoning=self.reasoning,
+                tools=self.tools,
+                starts_inside=starts_inside,
+            )
+        if continues_reasoning and state is None:
+            builder.continue_reasoning()
+        return parser
 
     def _id_maker(self, new_id: Callable[[], str]) -> Callable[[], str]:
         if not isinstance(self.tools, CallSyntax):

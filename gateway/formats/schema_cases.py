@@ -21,6 +21,7 @@ import msgspec
 from gateway.formats.argument_types import MAX_REFS, ORDER
 from gateway.formats.event_builder import DeclaredTool
 from gateway.formats.grammar_builder import NotWritable
+from protocol.wire.field_words import one_of
 
 NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -43,6 +44,7 @@ ANNOTATIONS = frozenset(
      "writeOnly", "$comment", "$id", "$schema", "$defs", "definitions", "$anchor",
      "contentEncoding", "contentMediaType", "discriminator")
 )  # fmt: skip
+
 LIMITS: Mapping[str, tuple[str, ...]] = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": NUMERIC,
@@ -242,7 +244,7 @@ class Schemas:
         if "type" in flat:
             found = set(_types(flat["type"]))
             if not found <= set(ORDER):
-                self.refuse(path, "type", f"must be one of {', '.join(ORDER)}")
+                self.refuse(path, "type", f"must be {one_of(ORDER)}")
             found |= {"null"} if flat.get("nullable") is True else set()
         else:
             found = {kind for kind, keys in LIMITS.items() if any(key in flat for key in keys)}

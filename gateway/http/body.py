@@ -8,9 +8,7 @@ This module does not depend on the meaning of any field.
 from __future__ import annotations
 
 import contextlib
-import re
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -31,14 +29,10 @@ from werkzeug.exceptions import (
 from gateway.http.body_memory import BodyMemory
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds, JsonCounter, too_much
 from protocol.wire.errors import InvalidRequest
-from protocol.wire.field_errors import in_words
+from protocol.wire.field_errors import FIELD_NAME, field_error
 
 MAX_LISTED_FIELDS = 16
 """Maximum number of unknown fields that a response lists."""
-MAX_SHOWN_CHARS = 64
-"""Maximum number of characters of a request's key that an error shows."""
-MAX_SHORT_VALUES = 256
-"""`_short_values` skips objects with more members than this."""
 MAX_NAMED_LEVELS = 8
 """Maximum depth of the path with which an error names an invalid number."""
 BODY_S = 60
@@ -69,17 +63,8 @@ WHOLE = "tidegate.body.whole"
 
 T = TypeVar("T")
 K = TypeVar("K", int, str)
-_WHERE = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
-"""The path at the end of msgspec's messages."""
-_INDEX = re.compile(r"\[\d+\]")
-_STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
-"""One step of a path: an index or a name."""
-_ANY_KEY = "[...]"
-"""msgspec writes this in a path instead of a mapping's key, which it does not name."""
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_MISSING = re.compile(r"missing required field `([^`]+)`")
-_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class BodyReader:
@@ -232,7 +217,7 @@ def _check_type(request: Request, *, any_type: bool) -> None:
     """Raise UnsupportedMediaType if the body is not plain JSON, according to the headers."""
     encoding = request.headers.get("Content-Encoding", "").strip()
     if encoding.lower() not in ("", "identity"):
-        name = encoding if _FIELD_NAME.fullmatch(encoding) else "this encoding"
+        name = encoding if FIELD_NAME.fullmatch(encoding) else "this encoding"
         raise UnsupportedMediaType(f"Content-Encoding: {name} is not supported; send plain JSON")
     if request.mimetype and not request.is_json and not any_type:
         raise UnsupportedMediaType(f"the body must be application/json, not {request.mimetype}")
@@ -257,8 +242,8 @@ def decode_json(data: bytes | memoryview) -> Any:
         return msgspec.json.decode(data)
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
-    except msgspec.ValidationError as error:
-        message = in_words(str(error))
+    except msgspec.ValidationError:
+        message = "the number is out of range"
         path = _invalid_number(bytes(data)) if len(data) <= MAX_SEARCHED_BYTES else None
         raise InvalidRequest(f"{path}: {message}" if path else message, param=path) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -277,7 +262,7 @@ def _invalid_number(data: bytes) -> str | None:
             path += f"[{index}]"
         elif first == b"{":
             key, value = _first_invalid(_members(value).items())
-            if not _FIELD_NAME.fullmatch(key):
+            if not FIELD_NAME.fullmatch(key):
                 return None
             path += f".{key}"
         else:
@@ -304,79 +289,13 @@ def convert(fields: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error), fields, kind) from None
+        found = field_error(error, fields, kind)
+        raise InvalidRequest(str(found), param=found.path or None) from None
 
 
 def decode(data: bytes, kind: type[T]) -> T:
     """Return a JSON body as a struct. Raises the errors of `decode_json` and `convert`."""
     return convert(decode_json(data), kind)
-
-
-def _invalid_field(text: str, fields: Any, kind: type) -> InvalidRequest:
-    """Return the error for a message of msgspec, such as "Expected `int` >= 1 - at `$.n`".
-
-    text    the message
-    fields  the decoded body
-    kind    the struct to which the body could not be converted
-    """
-    where = _WHERE.search(text)
-    path = where[2] if where else ""
-    message = text[: where.start()] if where else text
-    if missing := _MISSING.search(message):
-        path = f"{path}.{missing[1]}" if path else missing[1]
-        return InvalidRequest(f"{path}: this field is required", param=path)
-    message = in_words(message)
-    mapping, is_inside, rest = path.partition(_ANY_KEY)
-    if is_inside or (where and where[1]):
-        key = _key_at_fault(text, fields, kind, mapping)
-        if key is not None and _FIELD_NAME.fullmatch(key):
-            path = f"{mapping}.{key}{rest}"
-        if key is not None and not is_inside:
-            message = f"the key {key[:MAX_SHOWN_CHARS]!r}: {message}"
-    param = path.replace(_ANY_KEY, "") or None
-    return InvalidRequest(f"{param}: {message}" if param else message, param=param)
-
-
-def _key_at_fault(text: str, fields: Any, kind: type, path: str) -> str | None:
-    """Return the key of the mapping at `path` that `kind` rejects; None if it is not found.
-
-    msgspec's message `text` does not name the key. So a binary search finds the smallest n for
-    which converting only the first n members of the mapping gives the same error. The last of these
-    members has the rejected key. The objects around the mapping are converted with only their short
-    values, which may determine the mapping's type.
-    """
-    steps = [int(index) if index else name for index, name in _STEP.findall(path)]
-    around: list[dict[str, Any]] = []
-    inner = fields
-    for step in steps:
-        around.append({} if isinstance(step, int) else _short_values(inner))
-        inner = inner[step]
-    members = list(inner.items())
-    same = _INDEX.sub("[0]", text)
-
-    def fails(count: int) -> bool:
-        value: Any = dict(members[:count])
-        for step, beside in zip(reversed(steps), reversed(around), strict=True):
-            value = [value] if isinstance(step, int) else {**beside, step: value}
-        try:
-            msgspec.convert(value, kind, str_keys=True)
-        except msgspec.ValidationError as error:
-            return str(error) == same
-        return False
-
-    index = bisect_left(range(1, len(members) + 1), True, key=fails)
-    return members[index][0] if index < len(members) else None
-
-
-def _short_values(mapping: dict[str, Any]) -> dict[str, Any]:
-    """Return the members of `mapping` that may determine the type of others, such as tags."""
-    if len(mapping) > MAX_SHORT_VALUES:
-        return {}
-    return {
-        key: value
-        for key, value in mapping.items()
-        if not isinstance(value, dict | list) and len(str(value)) <= MAX_SHOWN_CHARS
-    }
 
 
 def unknown_fields(fields: dict[str, Any], kind: type) -> list[str]:
@@ -387,7 +306,7 @@ def unknown_fields(fields: dict[str, Any], kind: type) -> list[str]:
     """
     known = _field_names(kind)
     names = [name for name in fields if name not in known]
-    return [name for name in names if _FIELD_NAME.fullmatch(name)][:MAX_LISTED_FIELDS]
+    return [name for name in names if FIELD_NAME.fullmatch(name)][:MAX_LISTED_FIELDS]
 
 
 @cache

@@ -17,7 +17,7 @@ def as_object(value: Any, at: str) -> Mapping[str, Any]:
     """Return a JSON object unchanged. Raise InvalidRequest naming the path `at` if `value` is not
     an object."""
     if not isinstance(value, Mapping):
-        raise InvalidRequest.at(at, "must be an object")
+        raise InvalidRequest.wrong(at, "an object", value)
     return value
 
 

@@ -125,8 +125,11 @@ def _any_of(schemas: Sequence[Json]) -> Json:
 
 
 def operation_id(operation: Operation) -> str:
-    """Return the operation's unique id, such as `get_v1_models_name`."""
+    """Return the operation's unique id, such as `get_v1_models_name`. `/docs/` is `get_docs_index`,
+    since `/docs` is an operation of its own."""
     words = re.findall(r"\w+", operation.rule.replace("path:", ""))
+    if words and operation.rule.endswith("/"):
+        words.append("index")
     return "_".join([operation.method, *words])
 
 

@@ -15,6 +15,7 @@ import msgspec
 from gateway.formats.events import INVALID_JSON
 from gateway.formats.text_argument import ARGUMENT
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -87,7 +88,7 @@ def checked_turns(messages: Sequence[Any], param: str = "messages") -> list[Chat
     `messages[2].role`.
     """
     if not messages:
-        raise InvalidRequest(f"{param} must contain at least one message", param=param)
+        raise InvalidRequest.wrong(param, "a list of at least 1 message", messages)
     turns = [_turn(message, f"{param}[{i}]") for i, message in enumerate(messages)]
     _check_call_ids(turns, param)
     return turns
@@ -103,15 +104,13 @@ def _check_call_ids(turns: Sequence[ChatTurn], param: str) -> None:
         call_ids |= {call.id for call in turn.calls if call.id}
         if turn.call_id is not None and call_ids and turn.call_id not in call_ids:
             at = f"{param}[{index}].tool_call_id"
-            raise InvalidRequest(
-                f"{at}: no earlier tool call has the id {turn.call_id!r}", param=at
-            )
+            raise InvalidRequest.at(at, f"no earlier tool call has the id {turn.call_id!r}")
 
 
 def _turn(message: Any, at: str) -> ChatTurn:
     """Return one message as a turn. `at` is the path of the message in the request."""
     if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{at} must be an object", param=at)
+        raise InvalidRequest.wrong(at, "an object", message)
     extra = dict(message)
     role, content = _role(extra.pop("role", None), at), extra.pop("content", None)
     _check_members(extra, role, at)
@@ -141,18 +140,16 @@ def _check_members(message: Mapping[str, Any], role: str, at: str) -> None:
     Templates would omit it. Clients may send empty ones with every message."""
     for name, owner in ROLE_OF_MEMBER.items():
         if message.get(name) and role != owner:
-            raise InvalidRequest(
-                f"{at}.{name}: only a message of the role {owner!r} can have this field, not one "
-                f"of the role {role!r}",
-                param=f"{at}.{name}",
+            raise InvalidRequest.at(
+                f"{at}.{name}",
+                f"only a message of the role {owner!r} can have this field, not one of the role "
+                f"{role!r}",
             )
 
 
 def _role(role: Any, at: str) -> str:
     if role not in ROLES:
-        raise InvalidRequest(
-            f"{at}.role must be one of {', '.join(ROLES)}, not {role!r}", param=f"{at}.role"
-        )
+        raise InvalidRequest.wrong(f"{at}.role", one_of(ROLES), role)
     return "tool" if role == "function" else str(role)
 
 
@@ -160,7 +157,7 @@ def _optional_text(message: dict[str, Any], field: str, at: str) -> str | None:
     """Remove a member and return it. Raise InvalidRequest if it is neither a string nor null."""
     value = message.pop(field, None)
     if value is not None and not isinstance(value, str):
-        raise InvalidRequest(f"{at}.{field} must be a string", param=f"{at}.{field}")
+        raise InvalidRequest.wrong(f"{at}.{field}", "a string or null", value)
     return value
 
 
@@ -177,7 +174,7 @@ def _texts(content: Any, at: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, Sequence):
-        raise InvalidRequest(f"{at} must be a string or a list of parts", param=at)
+        raise InvalidRequest.wrong(at, "a string or a list of parts", content)
     return [_part_text(part, f"{at}[{i}]") for i, part in enumerate(content)]
 
 
@@ -186,19 +183,17 @@ def _part_text(part: Any, at: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in TEXT_PARTS:
-        raise InvalidRequest(
-            f"{at}.type must be 'text', not {kind!r}: this model accepts only text",
-            param=f"{at}.type",
-        )
+        words = f"{one_of(('text',))}, because this model reads text only"
+        raise InvalidRequest.wrong(f"{at}.type", words, kind)
     text = part.get("text")
     if not isinstance(text, str):
-        raise InvalidRequest(f"{at}.text must be a string", param=f"{at}.text")
+        raise InvalidRequest.wrong(f"{at}.text", "a string", text)
     return text
 
 
 def _tool_calls(calls: Any, at: str) -> list[TurnCall]:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise InvalidRequest(f"{at} must be a list", param=at)
+        raise InvalidRequest.wrong(at, "a list", calls)
     return [_tool_call(call, f"{at}[{i}]") for i, call in enumerate(calls)]
 
 
@@ -217,22 +212,22 @@ def _tool_call(call: Any, at: str) -> TurnCall:
 def _custom(custom: Any, at: str) -> TurnCall:
     """Return the call of a custom tool: for the model, a call of a function with one text."""
     if not isinstance(custom, Mapping):
-        raise InvalidRequest(f"{at} must be an object", param=at)
+        raise InvalidRequest.wrong(at, "an object", custom)
     name, text = custom.get("name"), custom.get("input")
     for member, value in (("name", name), ("input", text)):
         if not isinstance(value, str):
-            raise InvalidRequest(f"{at}.{member} must be a string", param=f"{at}.{member}")
+            raise InvalidRequest.wrong(f"{at}.{member}", "a string", value)
     arguments = {ARGUMENT: text}
     return TurnCall(str(name), arguments, to_json(arguments))
 
 
 def _function(function: Any, at: str) -> TurnCall:
     if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{at} must be an object", param=at)
+        raise InvalidRequest.wrong(at, "an object", function)
     extra = dict(function)
     name, arguments = extra.pop("name", None), extra.pop("arguments", None)
     if not isinstance(name, str):
-        raise InvalidRequest(f"{at}.name must be a string", param=f"{at}.name")
+        raise InvalidRequest.wrong(f"{at}.name", "a string", name)
     value = _arguments(arguments, f"{at}.arguments")
     text = arguments if isinstance(arguments, str) and arguments.strip() else None
     return TurnCall(name, value, text, function_extra=extra)
@@ -251,7 +246,7 @@ def _arguments(arguments: Any, at: str) -> dict[str, Any]:
     if not arguments and not isinstance(arguments, int | list):
         return {}
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{at} must be the JSON text of an object", param=at)
+        raise InvalidRequest.wrong(at, "the JSON text of an object", arguments)
     return arguments
 
 
@@ -259,7 +254,7 @@ def _decoded(text: str, at: str) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(text)
     except UnicodeEncodeError as error:  # half of a surrogate pair cannot be sent to the model
-        raise InvalidRequest(f"{at} is not valid Unicode: {error}", param=at) from None
+        raise InvalidRequest.at(at, f"not valid Unicode: {error}") from None
     except (msgspec.DecodeError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {INVALID_JSON: text}

@@ -20,6 +20,7 @@ import msgspec
 from gateway.prompt.thinking import EFFORT, MODE, OFF_WORDS, ON_WORDS, SWITCHES, ThinkingProfile
 from protocol.engine.sampling import MAX_TOKENS
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The efforts of OpenAI's API and of clients, from least to most."""
@@ -170,7 +171,7 @@ def _options(
 def _check_names(kwargs: Iterable[str]) -> None:
     for name in kwargs:
         if name in RESERVED:
-            raise InvalidRequest(f"{name} cannot be set in {KWARGS}", param=f"{KWARGS}.{name}")
+            raise InvalidRequest.at(f"{KWARGS}.{name}", "the server sets this argument itself")
 
 
 def _common_value(pairs: Iterable[tuple[str, Any]]) -> Any:
@@ -181,7 +182,7 @@ def _common_value(pairs: Iterable[tuple[str, Any]]) -> Any:
         if first is None:
             first = (field, value)
         elif value != first[1]:
-            raise InvalidRequest(f"{first[0]} and {field} contradict each other", param=field)
+            raise InvalidRequest.at(field, f"contradicts {first[0]}; set only one of them")
     return first[1] if first else None
 
 
@@ -232,11 +233,8 @@ def _budgets(fields: ThinkingFields) -> Iterator[tuple[str, int]]:
 
 def _number(value: Any, field: str) -> int:
     if type(value) is not int or not UNLIMITED <= value <= MAX_TOKENS:
-        raise InvalidRequest(
-            f"{field} must be a whole number from 0 to {MAX_TOKENS:,}, or {UNLIMITED} for no "
-            f"limit; it is {value!r}",
-            param=field,
-        )
+        words = f"a whole number from 0 to {MAX_TOKENS:,}, or {UNLIMITED} for no limit"
+        raise InvalidRequest.wrong(field, words, value)
     return value
 
 
@@ -244,13 +242,13 @@ def _member(reasoning: Any, name: str) -> Any:
     if reasoning is None:
         return None
     if not isinstance(reasoning, Mapping):
-        raise InvalidRequest("reasoning must be an object", param="reasoning")
+        raise InvalidRequest.wrong("reasoning", "an object or null", reasoning)
     return reasoning.get(name)
 
 
 def _flag(value: Any, field: str) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{field} must be true or false; it is {value!r}", param=field)
+        raise InvalidRequest.wrong(field, "true or false", value)
     return value
 
 
@@ -259,10 +257,7 @@ def _typed(value: Any, field: str) -> bool:
         return _flag(value, field)
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _TYPES:
-        raise InvalidRequest(
-            f"{field}.type must be one of {', '.join(_TYPES)}; it is {kind!r}",
-            param=f"{field}.type",
-        )
+        raise InvalidRequest.wrong(f"{field}.type", one_of(_TYPES), kind)
     return _TYPES[kind]
 
 
@@ -271,10 +266,7 @@ def _mode(value: Any, profile: ThinkingProfile) -> bool:
         return value
     known = dict.fromkeys((*profile.mode_words, *ON_WORDS, *OFF_WORDS))
     if not isinstance(value, str) or value not in known:
-        raise InvalidRequest(
-            f"{KWARGS}.{MODE} must be one of {', '.join(known)}; it is {value!r}",
-            param=f"{KWARGS}.{MODE}",
-        )
+        raise InvalidRequest.wrong(f"{KWARGS}.{MODE}", one_of(known), value)
     return value not in OFF_WORDS
 
 
@@ -285,8 +277,8 @@ def _effort(value: Any, field: str, profile: ThinkingProfile | None = None) -> s
     """
     own = profile.efforts if profile else ()
     if not isinstance(value, str) or value not in (*REASONING_EFFORTS, *own):
-        words = ", ".join(dict.fromkeys((*REASONING_EFFORTS, *own)))
-        raise InvalidRequest(f"{field} must be one of {words}; it is {value!r}", param=field)
+        words = dict.fromkeys((*REASONING_EFFORTS, *own))
+        raise InvalidRequest.wrong(field, one_of(words), value)
     return "none" if value in OFF_WORDS else value
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.prompt.content import checked_turns
+from gateway.prompt.content import REASONING_MEMBERS, checked_turns
 from gateway.prompt.fit import (
     describes_tools,
     fitted_list,
@@ -20,6 +20,7 @@ from gateway.prompt.fit import (
 from gateway.prompt.kwargs import ThinkingFields, effective_kwargs
 from gateway.prompt.omissions import marked
 from gateway.prompt.template import ParsedTemplate, TemplateLoader
+from gateway.prompt.traits import TemplateTraits
 from gateway.prompt.written import WrittenTurns
 from gateway.text.tokenizer import Offload, Tokenizer
 from protocol.engine.model_card import ModelCard
@@ -28,6 +29,7 @@ from protocol.wire.errors import InvalidRequest
 _END = "\ue000end of the final message\ue000"
 """A text that marks the end of the final message in the template's output. It contains private-use
 characters, which templates do not change."""
+_NO_CONTENT: tuple[Any, ...] = ("", None, [], [{"type": "text", "text": ""}])
 
 
 NO_TEMPLATE = "this model has no chat template"
@@ -109,8 +111,8 @@ class ChatRenderer:
         InvalidRequest if the model has no usable template."""
         found = self._tool_use if tools else self._default
         if isinstance(found, str):
-            raise InvalidRequest(
-                f"{found}; use the completions API with a text prompt", param="messages"
+            raise InvalidRequest.at(
+                "messages", f"{found}; use the completions API with a text prompt"
             )
         return found
 
@@ -176,7 +178,7 @@ class ChatRenderer:
         tool_format = conversation.tool_format
         param = conversation.param
         if not traits.renders_users:
-            raise InvalidRequest(NOT_FOR_CHATS, param=param)
+            raise InvalidRequest.at(param, NOT_FOR_CHATS)
         messages = template_messages(
             conversation.messages, traits, tools, tool_format=tool_format, param=param
         )
@@ -189,7 +191,7 @@ class ChatRenderer:
         continues = conversation.continue_final_message
         if continues:
             _check_continues(conversation, messages[-1])
-            messages[-1] = _with_end_mark(messages[-1])
+            messages[-1] = _with_end_mark(messages[-1], traits)
         text = _rendered(template, messages, tools, conversation)
         return _up_to_end_mark(text) if continues else text
 
@@ -217,7 +219,7 @@ class ChatRenderer:
         try:
             return self._templates.load_foreign(source, self._special_tokens)
         except ValueError as error:
-            raise InvalidRequest(str(error), param="chat_template") from None
+            raise InvalidRequest.at("chat_template", str(error)) from None
 
 
 def _rendered(
@@ -244,9 +246,8 @@ def _check_continues(conversation: PromptConversation, last: Mapping[str, Any]) 
     """Raise InvalidRequest if the options contradict each other, or if the text of the last
     message, in the template's form, is not the end of the prompt."""
     if conversation.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt cannot both be true",
-            param="continue_final_message",
+        raise InvalidRequest.at(
+            "continue_final_message", "cannot be true if add_generation_prompt is true"
         )
     if last.get("tool_calls") or isinstance(last.get("content"), Mapping):
         raise InvalidRequest.at(
@@ -254,9 +255,13 @@ def _check_continues(conversation: PromptConversation, last: Mapping[str, Any]) 
         )
 
 
-def _with_end_mark(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the end mark after its content."""
+def _with_end_mark(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
+    """Return a message with the end mark after its content. A message with reasoning alone was cut
+    inside the reasoning, so the mark follows that, if the template writes it as a member."""
     content = message["content"]
+    thoughts = {name: message[name] + _END for name in REASONING_MEMBERS if message.get(name)}
+    if thoughts and traits.reasoning != "omitted" and content in _NO_CONTENT:
+        return {**message, **thoughts}
     if not isinstance(content, list):
         return {**message, "content": (content or "") + _END}
     last = content[-1] if content and "text" in content[-1] else {"type": "text", "text": ""}
@@ -268,8 +273,8 @@ def _up_to_end_mark(text: str) -> str:
     """Return the prompt up to the end mark. Raises InvalidRequest if the mark is missing."""
     before, mark, _ = text.rpartition(_END)
     if not mark:
-        raise InvalidRequest(
+        raise InvalidRequest.at(
+            "continue_final_message",
             "the model's chat template omits the final message, so it cannot be continued",
-            param="continue_final_message",
         )
     return before

@@ -127,7 +127,7 @@ class ChatTemplate(ParsedTemplate):
         try:
             return self.render_variables(variables)
         except RAISED_BY_TEMPLATES as error:
-            raise InvalidRequest(cannot_render(str(error)), param=param) from error
+            raise InvalidRequest.at(param, cannot_render(str(error))) from error
 
     def render_variables(self, variables: Mapping[str, Any]) -> str:
         """Return the template's output. Errors in it usually raise one of RAISED_BY_TEMPLATES."""

@@ -115,9 +115,9 @@ class SandboxedTemplate(ParsedTemplate):
         try:
             reply = self._process.call(call)
         except LimitExceeded as error:
-            raise InvalidRequest(cannot_render(str(error)), param=self._param or param) from None
+            raise InvalidRequest.at(self._param or param, cannot_render(str(error))) from None
         if isinstance(reply, CallFailed):
-            raise InvalidRequest(cannot_render(reply.message), param=param)
+            raise InvalidRequest.at(param, cannot_render(reply.message))
         assert isinstance(reply, TemplateRendered)
         return reply.text
 

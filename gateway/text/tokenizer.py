@@ -312,5 +312,5 @@ def text_bytes(text: str, param: str) -> int:
         return len(text.encode())
     except UnicodeEncodeError:
         raise InvalidRequest(
-            f"{param} holds half of a surrogate pair, which is not a character", param=param
+            f"{param}: holds half of a surrogate pair, which is not a character", param=param
         ) from None

@@ -13,17 +13,22 @@ STATIC = Path(__file__).parent / "static"
 PAGE = "index.html"
 """The one HTML file. Its script shows the part that the address names."""
 CONTENT_TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml; charset=utf-8",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
 }
 """Suffix of a file -> its content type. Files with other suffixes are not sent."""
+COMPRESSED = {".png", ".woff2"}
+"""Suffixes of files that gzip would not make smaller."""
 CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
+        "font-src 'self'",
         "connect-src 'self'",
         "img-src 'self' data: blob:",
         "base-uri 'none'",
@@ -50,7 +55,8 @@ class StaticFile:
 
     content_type: str
     data: bytes
-    gzipped: bytes
+    #: None: the data is compressed already.
+    gzipped: bytes | None
     #: Digest of `data`.
     digest: str
 
@@ -60,14 +66,14 @@ class StaticFile:
         return cls(
             content_type=CONTENT_TYPES[path.suffix],
             data=data,
-            gzipped=gzip.compress(data, mtime=0),
+            gzipped=None if path.suffix in COMPRESSED else gzip.compress(data, mtime=0),
             digest=hashlib.sha256(data).hexdigest()[:16],
         )
 
 
 @cache
 def static_files() -> Mapping[str, StaticFile]:
-    """Return all files by name. They are read on the first call, so a server whose page is never
-    opened does not keep them."""
-    paths = sorted(path for path in STATIC.iterdir() if path.suffix in CONTENT_TYPES)
-    return {path.name: StaticFile.from_path(path) for path in paths}
+    """Return all files by their path below `static/`. They are read on the first call, so a server
+    whose page is never opened does not keep them."""
+    paths = sorted(path for path in STATIC.rglob("*") if path.suffix in CONTENT_TYPES)
+    return {path.relative_to(STATIC).as_posix(): StaticFile.from_path(path) for path in paths}

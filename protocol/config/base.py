@@ -20,6 +20,7 @@ def about(
     *,
     wiring: bool = False,
     alias: str = "",
+    metavar: str = "",
     path: PathKind = "",
     secret: bool = False,
     **bounds: Any,
@@ -28,11 +29,13 @@ def about(
 
     wiring   the field connects processes: code sets it, and there is no command-line option for it
     alias    a second, shorter option for the field; "": none
+    metavar  name of the value in the usage, such as KEY; "": it follows from the type, the unit or
+             the description (`tools.flags`)
     path     "file" or similar if the value is a path: the kind of thing there; "": not a path
     secret   the value is not printed
     bounds   arguments of `msgspec.Meta`, such as `ge` and `le`
     """
-    extra = {"wiring": wiring, "alias": alias, "path": path, "secret": secret}
+    extra = {"wiring": wiring, "alias": alias, "metavar": metavar, "path": path, "secret": secret}
     return Meta(description=description, extra=extra, **bounds)
 
 
@@ -67,7 +70,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 KeyFile = Annotated[
-    str, about("file with the cluster key, made by `tidegate key FILE`", path="file")
+    str, about("file with the cluster key, made by `tidegate cluster-key FILE`", path="file")
 ]
 SharedKey = Annotated[
     str, about("file that holds the cluster key shared by all engines of one cluster", wiring=True)

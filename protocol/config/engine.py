@@ -50,7 +50,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "address for the workers of other machines: tcp://HOST:PORT, with 0.0.0.0 for all "
-            "interfaces; rank 0 uses the next port to meet them. Needs --cluster-key"
+            "interfaces; rank 0 uses the next port to meet them; needs --cluster-key"
         ),
     ] = ""
     steps_in_flight: Annotated[
@@ -126,27 +126,28 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         about(
             "address where KV events are published over ZeroMQ as vLLM does, for routers that send "
             "a prompt to the server that has cached it (docs/scale/routers.md); ipc://PATH or "
-            "tcp://HOST:PORT. The events contain the token ids of prompts and answers. Default: "
-            "no KV events"
+            "tcp://HOST:PORT; the events contain the token ids of prompts and answers; default: no "
+            "KV events"
         ),
     ] = ""
     kv_events_namespace: Annotated[
         list[str],
         about(
             "publish the KV events of this namespace of the prefix cache; repeat it for further "
-            "namespaces. '' is that of a server without API keys, group:NAME/ that of the keys "
-            "with the namespace NAME, and key:NAME/ that of the key NAME without a namespace"
+            "namespaces; '' is that of a server without API keys, group:NAME/ that of the keys "
+            "with the namespace NAME, and key:NAME/ that of the key NAME without a namespace",
+            metavar="NAMESPACE",
         ),
     ] = []
     kv_events_replay: Annotated[
         str, about("address where subscribers request KV events that they have missed")
     ] = ""
-    kv_events_topic: Annotated[str, about("topic of the KV events")] = ""
+    kv_events_topic: Annotated[str, about("topic of the KV events", metavar="TOPIC")] = ""
     kv_events_plain_tcp: Annotated[
         bool,
         about(
-            "allow KV events on TCP addresses that other hosts can reach. They are not encrypted, "
-            "and anyone who can connect reads the token ids"
+            "allow KV events on TCP addresses that other hosts can reach, although they are not "
+            "encrypted, and anyone who can connect reads the token ids"
         ),
     ] = False
     max_waiting: Annotated[
@@ -193,7 +194,7 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "directory for a record of the engine's input, for `tidegate replay`; it contains the "
-            "token ids of users' prompts. Default: no journal",
+            "token ids of users' prompts; default: no journal",
             path="new directory",
         ),
     ] = ""

@@ -43,7 +43,8 @@ ExpectedCard = Annotated[
     str, about("card file of the model that the engine loads, to prepare it early", wiring=True)
 ]
 ServedNames = Annotated[
-    list[str], about("model name in the API; repeat for aliases. Default: the model's own")
+    list[str],
+    about("model name in the API; repeat for aliases; default: the model's own", metavar="NAME"),
 ]
 ChatTemplate = Annotated[
     str, about("file with a chat template to use in place of the model's own", path="file")
@@ -59,10 +60,18 @@ DefaultSampling = Annotated[
     ),
 ]
 ToolFormat = Annotated[
-    str, about("syntax of the model's tool calls: a name from docs/use/formats.md, or auto")
+    str,
+    about(
+        "syntax of the model's tool calls: a name from docs/use/formats.md, or auto",
+        metavar="FORMAT",
+    ),
 ]
 ReasoningFormat = Annotated[
-    str, about("syntax of the model's reasoning: a name from docs/use/formats.md, auto, or none")
+    str,
+    about(
+        "syntax of the model's reasoning: a name from docs/use/formats.md, auto, or none",
+        metavar="FORMAT",
+    ),
 ]
 
 
@@ -155,7 +164,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         ),
     ] = 64
     host: Annotated[str, about("address to listen on")] = "127.0.0.1"
-    port: Annotated[int, about("HTTP port to listen on", ge=1, le=65535)] = 8000
+    port: Annotated[int, about("HTTP port to listen on", ge=1, le=65535, metavar="PORT")] = 8000
     gateways: Annotated[
         int, about("number of gateway processes that share the port", ge=1, le=64)
     ] = 1
@@ -169,9 +178,10 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     api_key: Annotated[
         list[str],
         about(
-            "API key with all permissions; repeat for several. Prefer $TIDEGATE_API_KEY, "
-            "which is not visible in `ps`",
+            "API key with all permissions; repeat for several; $TIDEGATE_API_KEY is safer, because "
+            "it is not visible in `ps`",
             secret=True,
+            metavar="KEY",
         ),
     ] = []
     api_key_digests: Annotated[
@@ -199,14 +209,17 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     allowed_host: Annotated[
         list[str],
         about(
-            "also accept this name in the Host header; repeat for several. IP addresses and "
-            "loopback names are always accepted. Default: no others if listening on "
-            "loopback, else any name"
+            "also accept this name in the Host header, besides IP addresses and loopback names; "
+            "repeat for several; default: none if listening on loopback, else any name",
+            metavar="HOST",
         ),
     ] = []
     cors_origin: Annotated[
         list[str],
-        about("origin of web pages that may call this server, or * for any; repeat for several"),
+        about(
+            "origin of web pages that may call this server, or * for any; repeat for several",
+            metavar="ORIGIN",
+        ),
     ] = []
     web: Annotated[
         bool,
@@ -307,7 +320,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     reasoning_fields: Annotated[
         Literal["both", "reasoning", "reasoning_content"],
         about(
-            "name of a chat message's reasoning. Some clients read one name, some the other, and a "
+            "name of a chat message's reasoning: some clients read one name, some the other, and a "
             "few show the text twice if it has both"
         ),
     ] = "both"
@@ -316,7 +329,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "SQLite file that stores responses, shared by all gateways; none: do not store "
-            "them. Default: responses/PORT.db in $TIDEGATE_HOME",
+            "them; default: responses/PORT.db in $TIDEGATE_HOME",
             path="new file",
         ),
     ] = ""
@@ -335,7 +348,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "SQLite file that stores uploaded files and batches, shared by all gateways; none: no "
-            "files and no batches. Default: files/PORT.db in $TIDEGATE_HOME",
+            "files and no batches; default: files/PORT.db in $TIDEGATE_HOME",
             path="new file",
         ),
     ] = ""

@@ -78,9 +78,9 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
     replicas: Annotated[
         int,
         about(
-            "start this many engines of the model, on this machine or with --cluster. Requests go "
-            "to the engine that has computed the start of their prompt, unless it is busy; if an "
-            "engine is lost, its streams continue on the others",
+            "start this many engines of the model, on this machine or with --cluster: a request "
+            "goes to one that has computed the start of its prompt, unless it is busy, and streams "
+            "of a lost engine continue on the others",
             ge=1,
             le=64,
         ),
@@ -119,7 +119,7 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
         int,
         about(
             "with several models: load at most this many at the same time; 0: as many as fit in "
-            "memory. A model that is needed replaces the one that was unused for longest",
+            "memory; a model that is needed replaces the one that was unused for longest",
             ge=0,
             le=64,
         ),
@@ -153,7 +153,8 @@ class ServeConfig(SupervisorConfig, frozen=True, kw_only=True):
         list[str],
         about(
             "name of an environment variable that --cluster passes on to the engines, such as "
-            "HF_TOKEN; repeat for several"
+            "HF_TOKEN; repeat for several",
+            metavar="VARIABLE",
         ),
     ] = []
     cluster_key: KeyFile = ""
@@ -239,4 +240,6 @@ class SoloConfig(SupervisorConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.cluster_key:
-            raise ValueError("cluster_key is required: create a key file with `tidegate key FILE`")
+            raise ValueError(
+                "cluster_key is required: create a key file with `tidegate cluster-key FILE`"
+            )

@@ -46,7 +46,10 @@ Threads = Annotated[
 ]
 DraftModel = Annotated[
     str,
-    about("smaller model, with the same tokenizer, for --speculation model; named like MODEL"),
+    about(
+        "smaller model, with the same tokenizer, for --speculation model; named like MODEL",
+        metavar="MODEL",
+    ),
 ]
 
 
@@ -90,7 +93,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         bool,
         about(
             "share the GPU with other servers that also set this option; limit the memory of each "
-            "with --gpu-memory. Default: exclusive use"
+            "with --gpu-memory; default: exclusive use"
         ),
     ] = False
     dtype: Annotated[
@@ -106,7 +109,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "CPU kernels, by instruction set, or torch's; auto: the best set that this CPU "
             "supports, or avx512 if a measurement at the first start shows that it is faster than "
-            "avx512bf16. A GPU uses Triton's kernels, or torch's if they are chosen"
+            "avx512bf16; on a GPU: Triton's kernels, unless torch's are chosen"
         ),
     ] = "auto"
     attention: Annotated[
@@ -114,7 +117,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "attention on a GPU; flash: a FlashAttention library (tidegate fetch-kernels); triton: "
             "our Triton kernels; torch: torch's operations; auto: the first of these that supports "
-            "the GPU and the model. On a CPU, auto is the attention of --kernels"
+            "the GPU and the model; on a CPU, auto is the attention of --kernels"
         ),
     ] = "auto"
     decode_graphs: Annotated[
@@ -207,16 +210,18 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         float,
         about(
             "fraction of the GPU's memory for this worker: weights, largest step and KV cache "
-            "together, such as 0.45 for two servers. Not used with --kv-blocks or --kv-memory-gib",
+            "together, such as 0.45 for two servers; not used with --kv-blocks or --kv-memory-gib",
             ge=0.01,
             le=1,
+            metavar="FRACTION",
         ),
     ] = 0.9
     lora: Annotated[
         list[str],
         about(
-            "LoRA adapter to load at the start, as NAME=PATH; repeat it for further adapters. PATH "
-            "is a directory in PEFT's format"
+            "LoRA adapter to load at the start, where PATH is a directory in PEFT's format; repeat "
+            "for further adapters",
+            metavar="NAME=PATH",
         ),
     ] = []
     lora_dir: Annotated[
@@ -259,7 +264,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "directory that keeps computed blocks across restarts, for its owner only; servers may "
-            "share it. Default: none",
+            "share it; default: none",
             path="new directory",
         ),
     ] = ""
@@ -342,8 +347,8 @@ class JoinConfig(Config, frozen=True, kw_only=True):
     rendezvous: Annotated[
         str,
         about(
-            "address where rank 0 meets the others: tcp://HOST:PORT of its machine. Default: with "
-            "torchrun, $MASTER_ADDR and $MASTER_PORT; otherwise the port after --join"
+            "address where rank 0 meets the others: tcp://HOST:PORT of its machine; default: with "
+            "torchrun $MASTER_ADDR and $MASTER_PORT, otherwise the port after --join"
         ),
     ] = ""
     torchrun_size: Annotated[

@@ -14,14 +14,14 @@ import msgspec
 
 from protocol.engine.encoding import EncodingCard
 from protocol.engine.sampling import SamplingParams
-from protocol.wire.field_errors import in_words
+from protocol.wire.field_errors import field_error
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Sampling parameters for requests that do not set them; None leaves a parameter unset.
 
-    The card contains the model's own defaults, from generation_config.json, the metadata of a GGUF
-    file or the catalogue. The options of a gateway may override them.
+    The card contains the model's own defaults, from generation_config.json or the metadata of a
+    GGUF file, and those of the catalogue. The options of a gateway may override them.
     """
 
     temperature: float | None = None
@@ -38,22 +38,22 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
 
     def with_fallback(self, fallback: SamplingDefaults) -> SamplingDefaults:
         """Return these defaults, with the values of `fallback` for parameters that are unset."""
-        return SamplingDefaults(**(fallback._set_values() | self._set_values()))
+        return SamplingDefaults(**(fallback.set_values() | self.set_values()))
 
     def effective_values(self) -> dict[str, Any]:
         """Return, for each parameter, the value that applies to a request without sampling
         parameters."""
         neutral = {name: getattr(_NEUTRAL, _param(name)) for name in self.__struct_fields__}
-        return neutral | self._set_values()
+        return neutral | self.set_values()
 
     def checked(self) -> tuple[SamplingDefaults, dict[str, Any]]:
         """Return the defaults that a request could set, and name -> value of the other ones."""
-        values = self._set_values()
+        values = self.set_values()
         invalid = {name: each for name, each in values.items() if _problem(name, each) is not None}
         valid = {name: each for name, each in values.items() if name not in invalid}
         return SamplingDefaults(**valid), invalid
 
-    def _set_values(self) -> dict[str, Any]:
+    def set_values(self) -> dict[str, Any]:
         values = msgspec.structs.asdict(self)
         return {name: value for name, value in values.items() if value is not None}
 
@@ -67,11 +67,13 @@ def _param(name: str) -> str:
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """Return why no request could have this value; None if one could."""
+    """Return why no request could have this value, after its name; None if one could."""
+    fields = {_param(name): value}
     try:
-        msgspec.convert({_param(name): value}, SamplingParams, str_keys=True)
+        msgspec.convert(fields, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
-        return in_words(str(error).partition(" - at")[0])
+        found = field_error(error, fields, SamplingParams)
+        return f"{name}{found.path.removeprefix(_param(name))}: {found.problem}"
     return None
 
 
@@ -89,7 +91,7 @@ def sampling_defaults(text: str) -> SamplingDefaults:
         raise ValueError(f"{unknown[0]!r} has no default here; known: {', '.join(known)}")
     for name, value in values.items():
         if value is not None and (problem := _problem(name, value)) is not None:
-            raise ValueError(f"{name}: {problem}")
+            raise ValueError(problem)
     return msgspec.convert(values, SamplingDefaults, str_keys=True)
 
 
@@ -134,6 +136,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     #: JSON in which the checkpoint describes the format of its answers; None if it does not.
     response_template: str | None = None
     defaults: SamplingDefaults = SamplingDefaults()
+    #: The catalogue's values for parameters that `defaults` do not set. They are not for greedy
+    #: requests, because a client that sets temperature 0 wants the most likely tokens.
+    recommended: SamplingDefaults = SamplingDefaults()
     #: dtype of the weights in memory: "bfloat16" or "float32".
     dtype: str = "float32"
     #: Format of the files: "gguf" or "safetensors"; "" if it is not known.

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from protocol.wire.arrays import Int32
 from protocol.wire.errors import InvalidRequest
-from protocol.wire.field_errors import with_field
+from protocol.wire.field_errors import field_error
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
@@ -175,22 +175,25 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     def __post_init__(self) -> None:
         for name in _FLOATS:
             if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be a finite number")
+                raise ValueError(f"{name}: must be a finite number")
         if not all(map(math.isfinite, self.logit_bias.values())):
             worst = next(t for t, bias in self.logit_bias.items() if not math.isfinite(bias))
-            raise ValueError(f"logit_bias.{worst} must be a finite number")
+            raise ValueError(f"logit_bias.{worst}: must be a finite number")
         for name, (least, most) in _LENGTHS.items():
             values = getattr(self, name)
             if values is not None and not least <= len(values) <= most:
-                raise ValueError(f"{name} must have {least:,} to {most:,} elements")
+                raise ValueError(
+                    f"{name}: must have {least:,} to {most:,} elements; got {len(values):,}"
+                )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"max_tokens ({self.max_tokens}) must not be below min_tokens ({self.min_tokens})"
+                f"max_tokens: must be at least min_tokens ({self.min_tokens}); "
+                f"got {self.max_tokens}"
             )
         if sum(map(len, self.bad_words)) > MAX_BAD_TOKENS:
-            raise ValueError(f"bad_words must not be more than {MAX_BAD_TOKENS} tokens together")
+            raise ValueError(f"bad_words: must have at most {MAX_BAD_TOKENS:,} tokens together")
         if not all(self.bad_words):
-            raise ValueError("bad_words must not have a sequence without tokens")
+            raise ValueError("bad_words: each sequence must have at least one token")
         if self.dry_breakers:
             self._check_breakers()
         if self.samplers is not None:
@@ -201,24 +204,22 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     def _check_breakers(self) -> None:
         if sum(len(each.heads) for each in self.dry_breakers) > MAX_BREAKER_HEADS:
             raise ValueError(
-                f"dry_breakers must not have more than {MAX_BREAKER_HEADS:,} heads together"
+                f"dry_breakers: must have at most {MAX_BREAKER_HEADS:,} heads together"
             )
         if any(len(each.tail) > MAX_BREAKER_TAIL for each in self.dry_breakers):
-            raise ValueError(
-                f"dry_breakers must not have more than {MAX_BREAKER_TAIL} tokens in a tail"
-            )
+            raise ValueError(f"dry_breakers: must have at most {MAX_BREAKER_TAIL} tokens in a tail")
         if sum(len(each.tail) for each in self.dry_breakers) > MAX_TAIL_TOKENS:
             raise ValueError(
-                f"dry_breakers must not have more than {MAX_TAIL_TOKENS:,} tokens in their tails"
+                f"dry_breakers: must have at most {MAX_TAIL_TOKENS:,} tokens in their tails"
             )
 
     def _check_logprobs_of(self) -> None:
         if self.logprobs is None and not self.logprob_token_ids:
-            raise ValueError(f"logprobs_of {self.logprobs_of!r} needs logprobs")
+            raise ValueError(f"logprobs_of: {self.logprobs_of} requires logprobs")
         if self.temperature == 0:
             raise ValueError(
-                f"logprobs_of {self.logprobs_of!r} needs a temperature above 0: nothing is drawn "
-                "at 0"
+                f"logprobs_of: {self.logprobs_of} requires a temperature above 0, because nothing "
+                "is drawn at 0"
             )
 
 
@@ -267,11 +268,11 @@ def check_samplers(samplers: Sequence[str]) -> None:
     """Raise ValueError if a sampler is listed twice, or a filter before a penalty."""
     for place, name in enumerate(samplers):
         if name in samplers[:place]:
-            raise ValueError(f"samplers must not list {name!r} twice")
+            raise ValueError(f"samplers: must list {name} only once")
         if name in PENALTIES and any(other not in PENALTIES for other in samplers[:place]):
             raise ValueError(
-                f"samplers must list {name!r} before all filters: penalties are applied to the "
-                "logits of all tokens"
+                f"samplers: must list {name} before all filters, because penalties are applied to "
+                "the logits of all tokens"
             )
 
 
@@ -347,7 +348,7 @@ def params_from(params: SamplingParams | None, options: dict[str, Any]) -> Sampl
         try:
             return msgspec.convert(options, SamplingParams)
         except msgspec.ValidationError as error:
-            raise InvalidRequest(with_field(str(error))) from None
+            raise InvalidRequest(str(field_error(error, options, SamplingParams))) from None
     if options:
         raise TypeError("give either params or its fields, not both")
     return params

@@ -53,7 +53,7 @@ class KeyEntry(Config, frozen=True, kw_only=True, omit_defaults=True):
     ]
     scopes: Annotated[
         list[Scope],
-        about("permission of the key; repeat for several. Default: inference", min_length=1),
+        about("permission of the key; repeat for several; default: inference", min_length=1),
     ] = msgspec.field(default_factory=lambda: ["inference"])
     requests_per_minute: Annotated[
         int, about("most requests per minute; 0: no limit", ge=0, le=1 << 30)
@@ -75,7 +75,8 @@ class KeyEntry(Config, frozen=True, kw_only=True, omit_defaults=True):
         str,
         about(
             "keys with the same namespace share cached prompts, so each can find out by timing "
-            "what others have sent. Default: shared with no other key",
+            "what others have sent; default: shared with no other key",
+            metavar="NAMESPACE",
             pattern=r"^[A-Za-z0-9_-]{0,64}$",
         ),
     ] = ""

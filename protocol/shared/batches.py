@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-from protocol.wire.field_errors import in_words
+from protocol.wire.field_errors import FieldError, field_error
+from protocol.wire.field_words import alternatives, shown
 
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 """A path that a line may request."""
@@ -26,9 +26,6 @@ BATCH_URLS: tuple[str, ...] = get_args(BatchUrl)
 MAX_ID_CHARS = 512
 MAX_LINE_BYTES = 16 << 20
 """Default limit on the length of a line. A server's limit on bodies may be lower."""
-
-_PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
-_MISSING = re.compile(r"Object missing required field `([^`]+)`")
 
 
 class BadLine(ValueError):
@@ -92,6 +89,7 @@ class _BodyFields(msgspec.Struct, frozen=True):
     background: Any = None
 
 
+_TOO_DEEP = "the line is nested too deeply"
 _read_line = msgspec.json.Decoder(BatchLine).decode
 _read_body = msgspec.json.Decoder(_BodyFields).decode
 _read_result = msgspec.json.Decoder(BatchResult).decode
@@ -105,30 +103,42 @@ def read_line(data: bytes, url: str | None = None) -> BatchLine:
     """
     try:
         line = _read_line(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad_line(error, data, BatchLine) from None
+    try:
         fields = _read_body(line.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad_line(error) from None
+        raise _bad_line(error, line.body, _BodyFields, at="body") from None
     allowed = BATCH_URLS if url is None else (url,)
     if line.url not in allowed:
-        raise BadLine(f"url: must be {' or '.join(allowed)}, not {line.url[:64]!r}", field="url")
+        problem = f"must be {alternatives(allowed)}; got {shown(line.url)}"
+        raise BadLine(f"url: {problem}", field="url")
     for field in ("stream", "background"):
         if getattr(fields, field):
             raise BadLine(f"body.{field}: a batch needs whole answers", field=f"body.{field}")
     return line
 
 
-def _bad_line(error: Exception) -> BadLine:
+def _bad_line(error: Exception, data: bytes | msgspec.Raw, kind: type, at: str = "") -> BadLine:
+    """Return the error for JSON that could not be read.
+
+    data   the JSON
+    kind   the struct that it should have become
+    at     path of the JSON in the line; "": it is the whole line
+    """
     if isinstance(error, RecursionError):
-        return BadLine("the line is nested too deeply")
-    text = str(error)
+        return BadLine(_TOO_DEEP)
     if not isinstance(error, msgspec.ValidationError):
-        return BadLine(f"the line is not valid JSON: {text}")
-    if missing := _MISSING.search(text):
-        return BadLine(f"{missing[1]}: this field is required", field=missing[1])
-    place = _PLACE.search(text)
-    if place is None:  # the body itself, or the whole line
-        return BadLine("a line and its body must be objects")
-    return BadLine(f"{place[1]}: {in_words(text)}", field=place[1])
+        return BadLine(f"the line is not valid JSON: {error}")
+    try:
+        found = field_error(error, msgspec.json.decode(data), kind).below(at)
+    except RecursionError:
+        return BadLine(_TOO_DEEP)
+    except msgspec.ValidationError:
+        found = FieldError(at, "a number in it is out of range")
+    if not found.path:
+        return BadLine(f"the line {found.problem}")
+    return BadLine(str(found), field=found.path)
 
 
 def model_in(line: BatchLine) -> str | None:

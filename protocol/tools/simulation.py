@@ -31,7 +31,7 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
     workload: Annotated[
         Workload,
         about(
-            "arrivals. poisson: at random times; bursts: at random times, but only in bursts; "
+            "arrivals; poisson: at random times; bursts: at random times, but only in bursts; "
             "chat: conversations, whose prompts grow with each turn"
         ),
     ] = "poisson"
@@ -61,7 +61,10 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
     ] = 512
     output_tokens: Annotated[int, about("length of an answer", ge=1, le=1 << 24)] = 128
     spread: Annotated[
-        float, about("vary both lengths uniformly by up to this fraction", ge=0, le=0.99)
+        float,
+        about(
+            "vary both lengths uniformly by up to this fraction", ge=0, le=0.99, metavar="FRACTION"
+        ),
     ] = 0.5
     prefixes: Annotated[
         int, about("number of different shared prefixes, such as system prompts", ge=1, le=1 << 24)
@@ -97,7 +100,11 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
         int, about("gateway processes; each has a routing table of its own", ge=1, le=4096)
     ] = 1
     hardware: Annotated[
-        str, about("GPU of the table (--list), or a TOML file with rows of such a table")
+        str,
+        about(
+            "GPU of the table (--list), or a TOML file with rows of such a table",
+            metavar="GPU|FILE",
+        ),
     ] = "H100"
     model: Annotated[
         str, about("model of the table (--list), or the path of a config.json", wiring=True)
@@ -144,6 +151,7 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
         about(
             "search the smallest number of replicas whose 99th percentile of the time to first "
             "token is at most this many seconds; 0: simulate --replicas",
+            metavar="SECONDS",
             ge=0,
             le=86_400,
         ),
@@ -160,7 +168,7 @@ class SimulationConfig(Config, frozen=True, kw_only=True):
     exact: Annotated[
         int,
         about(
-            "replicas that run the real engine; the others run a light model of it. A search runs "
+            "replicas that run the real engine; the others run a light model of it; a search runs "
             "the light model, and the real engine for its answer",
             ge=0,
             le=100_000,

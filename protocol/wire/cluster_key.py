@@ -79,7 +79,9 @@ def read_cluster_key(path: str) -> ClusterKey | None:
     try:
         return ClusterKey(_decode_key(content))
     except ValueError as error:
-        raise ValueError(f"cluster key {path}: {error}; `tidegate key FILE` makes one") from None
+        raise ValueError(
+            f"cluster key {path}: {error}; `tidegate cluster-key FILE` makes one"
+        ) from None
 
 
 def write_cluster_key(path: str) -> None:

@@ -26,9 +26,11 @@ On the wire an error is an `ErrorInfo`. Each API family maps `code` to its own s
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
+
+from protocol.wire.field_words import shown
 
 
 class ContextExcess(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -121,6 +123,14 @@ class InvalidRequest(RequestError):
     def at(cls, field: str, problem: str) -> InvalidRequest:
         """Return an error about the field at the path `field`. The message starts with the path."""
         return cls(f"{field}: {problem}", param=field)
+
+    @classmethod
+    def wrong(cls, field: str, allowed: str, value: Any) -> InvalidRequest:
+        """Return an error about the value of a field: "stop: must be a string; got 5".
+
+        allowed  what the field may be, in words
+        """
+        return cls.at(field, f"must be {allowed}; got {shown(value)}")
 
 
 class ContextTooLong(RequestError):

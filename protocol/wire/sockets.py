@@ -353,7 +353,7 @@ def check_address(address: str, key: ClusterKey | None = None) -> Path | None:
     path that is too long, a malformed host or port, or TCP without a key."""
     path = _check_form(address)
     if path is None and key is None:
-        raise ValueError(f"address {address}: TCP needs a cluster key (tidegate key FILE)")
+        raise ValueError(f"address {address}: TCP needs a cluster key (tidegate cluster-key FILE)")
     return path
 
 

@@ -261,7 +261,7 @@ def test_the_response_of_the_api_is_printed(
         (["m"], 2, "the prompt is empty: give PROMPT, or pipe it to stdin"),
         (["m", "x", "--raw", "--system", "y"], 2, "--system needs the chat template"),
         (["no-such-model", "x"], 1, "no-such-model"),
-        (["m", "x", "--temperature", "3"], 2, "--temperature must be a number, at most 2, not '3'"),
+        (["m", "x", "--temperature", "3"], 2, "must be a number from 0 to 2; got '3'"),
     ],
 )
 def test_a_wrong_command_is_one_line_on_stderr(

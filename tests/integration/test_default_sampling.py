@@ -1,4 +1,5 @@
-"""Sampling defaults of every API: the request wins, then the server's option, then the model."""
+"""Sampling defaults of every API: the request wins, then the server's option, then the model, then
+the catalogue."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from typing import Any
 import pytest
 import requests
 
+from protocol.engine.model_card import SamplingDefaults
 from protocol.engine.sampling import SamplingParams
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_engine import ScriptedEngine, text_reply
+from tests.support.scripted_engine import ScriptedEngine, scripted_card, text_reply
 
 HI = [{"role": "user", "content": "Hi"}]
 SERVERS = (
@@ -17,6 +19,7 @@ SERVERS = (
     '"logit_bias": {"5": -1}, "bad_words_ids": [[90, 91]]}'
 )
 """The server's defaults. Those of the model are temperature 0.7 and top_k 40."""
+CATALOGUES = SamplingDefaults(top_p=0.5, frequency_penalty=0.25)
 CHATS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": HI}),
     ("/v1/completions", {"prompt": "Hi"}),
@@ -25,7 +28,10 @@ CHATS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-ENGINE = {"script": lambda generate: text_reply("Hello!")}
+ENGINE = {
+    "script": lambda generate: text_reply("Hello!"),
+    "card": scripted_card(recommended=CATALOGUES),
+}
 
 
 GATEWAY = {"default_sampling": SERVERS, "response_store": "responses.db"}
@@ -47,9 +53,19 @@ def test_every_api_has_the_same_defaults_and_the_request_wins(
     params = sampled(engine, gateway, path, body)
     assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.9, 40)
     assert (params.presence_penalty, params.min_tokens) == (0.5, 2)
+    assert params.frequency_penalty == 0.25
     assert (params.logit_bias, params.bad_words) == ({5: -1.0}, [[90, 91]])
     own = sampled(engine, gateway, path, body | {"temperature": 1, "top_p": 1})
     assert (own.temperature, own.top_p, own.top_k) == (1, 1, 40)
+
+
+@pytest.mark.parametrize(("path", "body"), CHATS, ids=[path for path, _ in CHATS])
+def test_a_greedy_request_gets_no_default_of_the_catalogue(
+    engine: ScriptedEngine, gateway: GatewayProcess, path: str, body: dict[str, Any]
+) -> None:
+    params = sampled(engine, gateway, path, body | {"temperature": 0})
+    assert (params.frequency_penalty, params.presence_penalty) == (0.0, 0.5)
+    assert (params.top_p, params.logit_bias) == (0.9, {5: -1.0})
 
 
 def test_token_requests_use_only_their_own_sampling_parameters(
@@ -75,7 +91,7 @@ def test_the_models_list_shows_what_is_in_effect(gateway: GatewayProcess) -> Non
         "top_p": 0.9,
         "top_k": 40,
         "min_p": 0.0,
-        "frequency_penalty": 0.0,
+        "frequency_penalty": 0.25,
         "presence_penalty": 0.5,
         "repetition_penalty": 1.0,
         "min_tokens": 2,

@@ -293,7 +293,7 @@ def test_a_limit_below_min_tokens_is_named_as_it_was_spelled(
     body = with_field(with_field(body, least, 8), field, 5)
     named, message = error_of(gateway, path, body)
     assert named == field
-    assert message == f"{field} (5) must not be below min_tokens (8)"
+    assert message == f"{field}: must be at least min_tokens (8); got 5"
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ class Desk:
         self.home, self.cache = folder / "home", folder / "hub"
         self.lines: list[str] = []
         self.check_config: Callable[[Path], object] | None = None
+        self.expected_sha256 = ""
 
     def pull(self, name: str, endpoint: str = "") -> PulledModel:
         parsed = parse_hub_name(name)
@@ -52,6 +53,7 @@ class Desk:
         downloads = HubDownloads(
             self.home,
             self.lines.append,
+            expected_sha256=self.expected_sha256,
             endpoint=url,
             cache=self.cache,
             check_config=self.check_config,
@@ -115,6 +117,18 @@ def test_a_quantisation_brings_one_file(desk: Desk) -> None:
         f"/tide/pool-gguf/resolve/{model.commit}/pool-Q8_0.gguf",
         f"/cdn/tide/pool-gguf/resolve/{model.commit}/pool-Q8_0.gguf",
     ]
+
+
+def test_a_file_with_another_digest_than_the_catalogues_is_refused_before_the_download(
+    desk: Desk,
+) -> None:
+    content = GGUFS["pool-Q8_0.gguf"]
+    desk.expected_sha256 = hashlib.sha256(content).hexdigest()
+    assert Path(desk.pull("tide/pool-gguf:Q8_0").path).read_bytes() == content
+    desk.hub.requests.clear()
+    for other in ("tide/pool-gguf:Q4_0", "tide/pool"):
+        assert f"instead of {desk.expected_sha256}" in desk.refusal(other)
+    assert desk.hub.downloads() == []
 
 
 def test_all_parts_of_a_split_file_are_one_model(desk: Desk) -> None:

@@ -117,7 +117,7 @@ class Visit:
     def check(self) -> None:
         """Fail if the page has done something that it must not do."""
         self.problems += self.page.evaluate("window.violations")
-        assert self.problems == []
+        assert self.problems == [], "\n".join(self.problems)
 
     def open(self, path: str = "/") -> Page:
         """Open a part of the page, and wait until it is drawn."""

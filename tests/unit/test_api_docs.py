@@ -80,7 +80,7 @@ RARE = {"chat_template", "include_stop_str_in_output", "output_format", "skip_sp
 
 def test_every_field_of_messages_is_named() -> None:
     fields = fields_of(CountBody) - RARE
-    # docs/use/formats.md has the fields of forms, except for `structured_outputs`.
+    # docs/use/structured-output.md has the fields of forms, except for `structured_outputs`.
     elsewhere = fields_of(FormFields) - fields_of(SamplingFields) - {"structured_outputs"}
     assert fields - elsewhere <= words(page("messages"))
     assert first_words(section("messages", "The request")) <= fields

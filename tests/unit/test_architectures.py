@@ -124,7 +124,7 @@ def test_the_refusal_of_an_unknown_architecture_says_which_are_supported() -> No
         message = refused.value.message
         assert message.endswith(
             "and through transformers (the extra tidegate[transformers]) those that "
-            "docs/models/models.md lists"
+            "docs/models/transformers.md lists"
         )
         assert "lama" in message
         assert "..." not in message

@@ -48,7 +48,7 @@ def test_a_line_keeps_the_bytes_of_its_body() -> None:
         (encoded(custom_id="x" * 513), "custom_id"),
         (encoded(method="GET"), "method"),
         (encoded(url="/v1/models"), "url"),
-        (encoded(body=[]), None),
+        (encoded(body=[]), "body"),
         (encoded(body={"prompt": "hi", "stream": True}), "body.stream"),
         (encoded(body={"input": "hi", "background": True}), "body.background"),
         (b'{"custom_id":"a","method":"POST","url":"/v1/completions"}', "body"),

@@ -10,17 +10,25 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.served_model import fingerprint_of, version
+from gateway.served_model import ModelOptions, fingerprint_of, version
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import GatewayConfig
-from protocol.engine.model_card import CardFile, SamplingDefaults, read_card, sampling_defaults
-from tests.support.scripted_engine import EOS, byte_tokenizer
+from protocol.engine.model_card import (
+    CardFile,
+    ModelCard,
+    SamplingDefaults,
+    read_card,
+    sampling_defaults,
+)
+from tests.support.scripted_engine import EOS, byte_tokenizer, scripted_card
 from tools.__main__ import build_parser
 from tools.commands.serve import plan
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT
+from tools.models.preflight import log_sampling
 from tools.processes.serve_plan import ServePlan
 from tools.processes.topology import with_model
+from tools.terminal import Terminal
 from worker.errors import UnusableModel
 from worker.startup.card import UNKNOWN_CONTEXT, main, text_card
 
@@ -151,12 +159,12 @@ def test_an_option_is_a_json_object_and_null_leaves_a_parameter_open() -> None:
     [
         ("temperature=0.2", "not a JSON object"),
         ("[0.2]", "not a JSON object"),
-        ('{"temperature": "low"}', "temperature: must be a number, not a string"),
-        ('{"bad_words_ids": [5]}', "bad_words_ids: must be a list, not a number"),
-        ('{"logit_bias": {"5": 200}}', "logit_bias: must be a number, at most 100"),
+        ('{"temperature": "low"}', "temperature: must be a number from 0 to 2; got the text"),
+        ('{"bad_words_ids": [5]}', "bad_words_ids[0]: must be a list of 1 to 1,024 items; got 5"),
+        ('{"logit_bias": {"5": 200}}', "logit_bias.5: must be a number from -100 to 100; got 200"),
         ('{"temprature": 0.2}', "'temprature' has no default here; known: temperature, top_p"),
-        ('{"temperature": 9}', "temperature: must be a number, at most 2"),
-        ('{"top_k": 1.5}', "top_k: must be a whole number, not a number with decimals"),
+        ('{"temperature": 9}', "temperature: must be a number from 0 to 2; got 9"),
+        ('{"top_k": 1.5}', "top_k: must be a whole number from -1 to 16,777,216; got 1.5"),
     ],
 )
 def test_a_bad_option_is_a_usage_error_before_anything_starts(text: str, message: str) -> None:
@@ -174,7 +182,7 @@ def test_the_default_model_has_recommended_sampling() -> None:
     assert other.worker.recommended_sampling == SamplingDefaults()
 
 
-def test_a_card_uses_the_recommendation_for_parameters_its_files_omit(
+def test_a_card_keeps_the_recommendation_apart_from_the_defaults_of_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
@@ -185,7 +193,50 @@ def test_a_card_uses_the_recommendation_for_parameters_its_files_omit(
     monkeypatch.setattr("sys.argv", ["card", str(folder), str(tmp_path / "card"), option])
     assert main() == 0
     card = read_card(tmp_path / "card").card
-    assert card.defaults == SamplingDefaults(temperature=0.7, top_p=0.9)
+    assert card.defaults == SamplingDefaults(temperature=0.7)
+    assert card.recommended == SamplingDefaults(temperature=0.2, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("option", "temperature", "penalty"),
+    [
+        ("", None, 0.5),  # the catalogue's temperature
+        ("", 1.0, 0.5),
+        ("", 0.0, None),
+        ('{"temperature": 0}', None, None),
+        ('{"temperature": 0}', 0.7, 0.5),
+        ('{"frequency_penalty": 0.1}', 0.0, 0.1),
+    ],
+)
+def test_a_recommendation_is_not_for_greedy_requests(
+    option: str, temperature: float | None, penalty: float | None
+) -> None:
+    recommended = SamplingDefaults(temperature=0.2, frequency_penalty=0.5)
+    options = ModelOptions([], None, {}, "auto", "auto", sampling_defaults(option))
+    card = scripted_card(defaults=SamplingDefaults(top_k=40), recommended=recommended)
+    found = options.defaults_of(card).for_temperature(temperature)
+    assert (found.frequency_penalty, found.top_k) == (penalty, 40)
+
+
+@pytest.mark.parametrize(
+    ("card", "option", "is_logged"),
+    [
+        (scripted_card(defaults=SamplingDefaults()), "", True),
+        (scripted_card(defaults=SamplingDefaults()), '{"temperature": 0.5}', False),
+        (scripted_card(defaults=SamplingDefaults(top_k=40)), "", False),
+        (
+            scripted_card(defaults=SamplingDefaults(), recommended=SamplingDefaults(top_p=0.9)),
+            "",
+            False,
+        ),
+        (scripted_card(defaults=SamplingDefaults(), generates=False), "", False),
+    ],
+)
+def test_a_start_says_if_no_sampling_is_recommended(
+    card: ModelCard, option: str, is_logged: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log_sampling(card, option, Terminal())
+    assert ("no recommended sampling is known" in capfd.readouterr().out) == is_logged
 
 
 def test_a_config_that_was_written_by_hand_is_checked_too() -> None:

@@ -14,9 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from protocol.engine.model_card import SamplingDefaults
 from tools.commands.models import resolve
 from tools.failure import Failure
-from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, Entry, HubEntry
+from tools.models.catalogue import (
+    CATALOGUE,
+    DEFAULT,
+    HUB_MODELS,
+    Entry,
+    HubEntry,
+    catalogue_digest,
+)
 from tools.models.fetch import (
     ProgressLines,
     cached_file,
@@ -24,9 +32,9 @@ from tools.models.fetch import (
     home,
     is_cached,
     largest_file,
-    path_note,
     print_on_stderr,
     progress_bar,
+    recommended_sampling,
 )
 from tools.models.pulling import parse_name
 from tools.terminal import Terminal
@@ -38,6 +46,7 @@ SMALL = dataclasses.replace(
     file_bytes=len(CONTENT),
     file_sha256=hashlib.sha256(CONTENT).hexdigest(),
 )
+QUANTISED = [entry for entry in HUB_MODELS.values() if ":" in entry.source]
 
 
 def cached(entry: Entry, cache: Path) -> Path:
@@ -58,18 +67,17 @@ def test_every_catalogue_entry_has_digests(entry: Entry) -> None:
     assert entry.licence
 
 
-def test_a_model_of_the_catalogue_that_is_given_by_path_is_named(
+def test_a_file_of_the_catalogue_has_the_same_sampling_by_its_name_and_by_any_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CATALOGUE, "small", SMALL)
     same, other = tmp_path / "same.gguf", tmp_path / "other.gguf"
     same.write_bytes(CONTENT)
     other.write_bytes(CONTENT[::-1])
-    note = path_note(str(same))
-    assert note.startswith(f"{same} is the model small of the catalogue")
-    assert "(temperature 0.2, top_p 0.9)" in note
-    assert """--default-sampling '{"temperature": 0.2, "top_p": 0.9}'""" in note
-    assert path_note(str(other)) == path_note("small") == path_note("none.gguf") == ""
+    assert recommended_sampling("small", tmp_path / "any") == SMALL.sampling
+    assert recommended_sampling(str(same), same) == SMALL.sampling
+    for file in (other, tmp_path / "none.gguf", tmp_path):
+        assert recommended_sampling(str(file), file) == SamplingDefaults()
 
 
 @pytest.mark.parametrize("entry", HUB_MODELS.values(), ids=lambda entry: entry.name)
@@ -79,7 +87,24 @@ def test_every_model_on_the_hub_has_a_name_that_can_be_pulled(entry: HubEntry) -
     assert str(name) == entry.source
     assert entry.name not in CATALOGUE
     assert entry.licence
-    assert entry.weight_bytes == 2 * entry.parameters > entry.context_tokens > 0
+    assert entry.weight_bytes > entry.parameters / 3 > 0
+    assert entry.context_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [each for each in HUB_MODELS.values() if ":" in each.source],
+    ids=lambda each: each.name,
+)
+def test_a_quantised_model_of_the_catalogue_is_one_file_with_a_known_digest(
+    entry: HubEntry,
+) -> None:
+    assert len(bytes.fromhex(entry.file_sha256)) == hashlib.sha256().digest_size
+    assert catalogue_digest(entry.source) == entry.file_sha256
+    assert catalogue_digest(entry.source.partition(":")[0]) == ""
+    assert 0 < entry.file_bytes <= 1.2 * entry.parameters
+    assert entry.form in entry.source.upper()
+    assert 0 < entry.token_bytes <= entry.weight_bytes
 
 
 def test_the_default_model_is_in_the_catalogue() -> None:

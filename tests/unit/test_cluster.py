@@ -27,7 +27,7 @@ from tools.cluster.resources import (
 from tools.commands import engine as engine_command
 from tools.commands.serve import commands, plan
 from tools.failure import Failure
-from tools.flags import add_flags, build, to_arguments
+from tools.flags import OneLineParser, add_flags, build, to_arguments
 from tools.processes.start_checks import check_installation
 
 SERVE: dict[str, Any] = {"model": ["./model.gguf"], "cluster": "head:6379", "port": 8765}
@@ -121,7 +121,7 @@ def test_a_group_of_workers_gets_as_many_gpus_on_one_node() -> None:
 def test_the_options_that_are_passed_on_are_options_of_tidegate_engine() -> None:
     made = plan({**SERVE, "max_slots": 4, "prefix_cache": False})
     assert made.cluster is not None
-    parser = argparse.ArgumentParser()
+    parser = OneLineParser()
     engine_command.add_arguments(parser)
     words = [*engine_arguments(made.cluster, nodes({"CPU": 8.0})), "--address=tcp://h:1"]
     options = vars(parser.parse_args([*words, f"--cluster-key={made.cluster.cluster_key}"]))

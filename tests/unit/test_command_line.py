@@ -211,7 +211,7 @@ def test_help_describes_each_option(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")  # wide enough that no word is broken
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help", "all"])
     words = " ".join(capsys.readouterr().out.split())
     assert flag.name in words
     assert " ".join(flag.description.split()) in words
@@ -222,7 +222,7 @@ def test_help_names_both_defaults_of_an_option_that_depends_on_the_device(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help", "all"])
     words = " ".join(capsys.readouterr().out.split())
     assert "same time; 0: automatic (64 on a CPU, 256 on a GPU), or fewer for a model" in words
     assert "requests; 0: automatic (256 on a CPU, 8,192 on a GPU) (from 0 to 1048576" in words
@@ -311,10 +311,10 @@ def test_a_key_file_is_written_once_and_its_path_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "cluster.key")
-    assert main(["key", path]) == 0
+    assert main(["cluster-key", path]) == 0
     assert path in capsys.readouterr().out
     assert read_cluster_key(path) is not None
-    assert main(["key", path]) == 1
+    assert main(["cluster-key", path]) == 1
     assert capsys.readouterr().err == f"tidegate: cannot write {path}: File exists\n"
 
 

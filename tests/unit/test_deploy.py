@@ -127,7 +127,7 @@ def check_serve(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     program, command, *options = words
     assert (Path(program).name, command) == ("tidegate", "serve")
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help", "all"])
     text = capsys.readouterr().out
     for option in options:
         if option.startswith("--"):
@@ -292,7 +292,7 @@ def test_gateways_know_the_engines_of_the_set(capsys: pytest.CaptureFixture[str]
         assert sockets.is_connectable(name)
     assert container["command"] == ["tini", "--", "tidegate", "engine"]
     with pytest.raises(SystemExit):
-        main(["engine", "--help"])
+        main(["engine", "--help", "all"])
     text = capsys.readouterr().out
     for word in container["args"]:
         if word.startswith("--"):

@@ -23,7 +23,7 @@ from tests.support.docs_blocks import (
     blocks_of,
     commands_of,
 )
-from tools.__main__ import build_parser, join_bench_step
+from tools.__main__ import build_parser, with_command
 from tools.bench.config import BenchConfig
 from tools.bench.report import METRICS
 from tools.commands.bench import facts
@@ -64,7 +64,7 @@ def test_a_block_of_python_is_python(block: Block) -> None:
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in SHELL], ids=str)
 def test_a_command_of_ours_has_the_options_that_it_is_shown_with(block: Block) -> None:
     for command in commands_of(block.script):
-        options, unknown = build_parser().parse_known_args(join_bench_step(shlex.split(command)))
+        options, unknown = build_parser().parse_known_args(with_command(shlex.split(command)))
         assert callable(options.run)
         assert not unknown or take_late_argument(options, unknown), f"{block}: tidegate {command}"
 

@@ -58,7 +58,7 @@ def test_pages_for_contributors_are_short_enough_to_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["contribute/adding.md", "contribute/adding-models.md", "use/formats.md"]
+    "page", ["contribute/adding.md", "contribute/adding-models.md", "contribute/formats.md"]
 )
 def test_names_that_a_guide_places_in_a_file_are_in_that_file(page: str) -> None:
     places = PLACE.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))

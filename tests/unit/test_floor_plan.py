@@ -121,8 +121,8 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"__main__", "cluster", "completion"},
         {"bench", "batches", "chat", "config_file"},
         {"models", "libraries", "processes"},
-        {"http", "top", "flags", "paths"},
-        {"terminal", "failure", "doctor_findings", "other_servers", "agents"},
+        {"http", "top", "flags", "option_groups", "paths", "torch_build"},
+        {"terminal", "failure", "doctor_findings", "other_servers", "agents", "sizes"},
     ),
     "simulator": (
         {"__main__"},
@@ -200,6 +200,8 @@ ENVIRONMENT = {
 
 LONG_FILE_LINES, MAX_FILE_LINES = 500, 1000
 SOURCE_SUFFIXES = {".py", ".js", ".css", ".cpp", ".h"}
+GUIDE = ROOT / "gateway" / "web" / "guide"
+"""The built documentation (`make docs`), which no one edits."""
 LONG_FILES = {
     "engine_core/engine.py": "the whole step, from the plan to the outputs, in one place",
     "engine_core/loop.py": "one loop, whose turns are read from top to bottom",
@@ -490,7 +492,7 @@ def test_only_listed_files_are_long() -> None:
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
         for room in ROOMS
         for path in (ROOT / room).rglob("*")
-        if path.suffix in SOURCE_SUFFIXES
+        if path.suffix in SOURCE_SUFFIXES and GUIDE not in path.parents
     }
     long = {name for name, number in lines.items() if number > LONG_FILE_LINES}
     assert long == set(LONG_FILES), (

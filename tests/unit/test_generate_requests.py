@@ -48,7 +48,7 @@ def check_all(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def test_absent_parameters_are_neutral_whatever_the_models_defaults() -> None:
-    assert PLAIN.defaults.temperature == 0.7
+    assert PLAIN.defaults.sampled.temperature == 0.7
     assert prepare.to_request(body_of(), PLAIN).choices == [SamplingParams()]
 
 
@@ -119,7 +119,7 @@ def test_given_parameters_are_sent_to_the_engine() -> None:
         ("token_ids", {}, {"token_ids": []}),
         ("token_ids[1]", {}, {"token_ids": [1, -1]}),
         ("request_id", {}, {"request_id": "a b"}),
-        ("reasoning_parser_kwargs", {}, {"reasoning_parser_kwargs": {"other": 1}}),
+        ("reasoning_parser_kwargs.other", {}, {"reasoning_parser_kwargs": {"other": 1}}),
         ("mood", {}, {"mood": 1, "strict_params": True}),
         ("sampling_params.mood", {"mood": 1}, {"strict_params": True}),
         ("kv_transfer_params", {}, {"kv_transfer_params": {}, "strict_params": True}),

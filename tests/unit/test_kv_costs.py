@@ -1,4 +1,4 @@
-"""The bytes of a token's keys and values, which docs/models/models.md lists for each family,
+"""The bytes of a token's keys and values, which docs/models/families.md lists for each family,
 against the arithmetic of the family's config class in transformers."""
 
 from __future__ import annotations

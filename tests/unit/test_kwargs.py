@@ -238,7 +238,7 @@ def test_a_reserved_name_is_refused_by_its_place(name: str) -> None:
 
 @pytest.mark.parametrize("effort", ["banana", "", "HIGH", 3, ["low"]])
 def test_an_unknown_effort_is_answered_with_the_known_ones(effort: Any) -> None:
-    known = "none, minimal, low, medium, high, xhigh, max"
+    known = '"none", "minimal", "low", "medium", "high", "xhigh", "max"'
     for fields, kwargs, param in (
         ({"reasoning_effort": effort}, {}, "reasoning_effort"),
         ({"reasoning": {"effort": effort}}, {}, "reasoning.effort"),

@@ -1,4 +1,4 @@
-"""docs/models/models.md agrees with the table of families, the lists of other architectures, the
+"""The pages of docs/models agree with the table of families, the lists of other architectures, the
 keys of generation_config.json, and the formats of published templates."""
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from worker.spec import architectures, wrappers
 
 
 @pytest.mark.parametrize(
-    ("mark", "table"),
+    ("page", "mark", "table"),
     [
-        ("families", list_families.table),
-        ("encoders", list_encoder_families.table),
-        ("transformers", architectures.documented),
-        ("wrappers", wrappers.documented),
-        ("generation", generation_config.documented),
-        ("formats", family_formats.table),
+        ("families", "families", list_families.table),
+        ("encoders", "encoders", list_encoder_families.table),
+        ("transformers", "transformers", architectures.documented),
+        ("families", "wrappers", wrappers.documented),
+        ("checkpoints", "generation", generation_config.documented),
+        ("models", "formats", family_formats.table),
     ],
 )
-def test_a_part_of_the_page_is_what_its_module_prints(mark: str, table: Callable[[], str]) -> None:
+def test_a_part_of_a_page_is_what_its_module_prints(
+    page: str, mark: str, table: Callable[[], str]
+) -> None:
     """`python -m` with the module prints the part."""
-    _, _, rest = (
-        (ROOT / "docs" / "models" / "models.md").read_text().partition(f"<!-- {mark} -->\n")
-    )
+    text = (ROOT / "docs" / "models" / f"{page}.md").read_text()
+    _, _, rest = text.partition(f"<!-- {mark} -->\n")
     assert rest.partition(f"\n<!-- /{mark} -->")[0] == table()

@@ -84,7 +84,7 @@ def test_an_id_that_no_call_has_is_refused_if_all_calls_have_ids(result: dict[st
 
 
 def test_an_id_that_is_no_text_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"messages\[3\]\.tool_call_id must be a string"):
+    with pytest.raises(InvalidRequest, match=r"messages\[3\]\.tool_call_id: must be a string"):
         answered([call("a")], [{"tool_call_id": "x"}, {"tool_call_id": 5}])
 
 
@@ -96,6 +96,7 @@ def test_a_tool_that_is_no_function_is_refused() -> None:
     function = {"type": "function", "function": {"name": "a"}}
     custom = {"type": "custom", "custom": {"name": "b"}}
     body = OllamaChatBody(model="m", messages=[], tools=[function, custom])
-    with pytest.raises(InvalidRequest, match="must be 'function'; got 'custom'") as refusal:
+    words = 'must be "function"; got the text "custom"'
+    with pytest.raises(InvalidRequest, match=words) as refusal:
         chat_of(body)
     assert refusal.value.param == "tools[1].type"

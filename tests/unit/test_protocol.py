@@ -119,7 +119,7 @@ def test_breakers_have_bounds(breakers: list[DryBreaker]) -> None:
     ],
 )
 def test_a_list_that_the_engine_cannot_read_is_not_sent(field: str, values: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{field} must "):
+    with pytest.raises(ValueError, match=f"^{field}: "):
         SamplingParams(**{field: values})
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({field: msgspec.to_builtins(values)}, SamplingParams, str_keys=True)
@@ -201,7 +201,7 @@ def test_a_token_id_beyond_the_vocabulary_is_refused_by_its_place() -> None:
 
 
 def test_an_infinite_bias_is_refused_by_its_key() -> None:
-    with pytest.raises(ValueError, match=r"logit_bias\.5 must be a finite number"):
+    with pytest.raises(ValueError, match=r"logit_bias\.5: must be a finite number"):
         SamplingParams(logit_bias={4: 1.0, 5: math.inf})
 
 

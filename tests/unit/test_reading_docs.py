@@ -1,18 +1,20 @@
-"""docs/use/formats.md agrees with the code."""
+"""The pages about tool calls, thinking and formats agree with the code."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from gateway.formats import event_builder
 from gateway.formats.reasoning import REASONING
 from gateway.formats.registry import REASONING_OF_ANSWER_SYNTAX, TOOLS
 from gateway.generation.request import NOT_CALLED
 from gateway.prompt.kwargs import REASONING_EFFORTS
+from tests.support.processes import ROOT
 from tests.support.scenarios import TRUTH
 
-PAGE = (Path(__file__).parents[2] / "docs" / "use" / "formats.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "formats.md").read_text()
+THINKING = (ROOT / "docs" / "use" / "thinking.md").read_text()
+FILES = (ROOT / "docs" / "contribute" / "formats.md").read_text()
 
 
 def words(text: str) -> list[str]:
@@ -24,16 +26,17 @@ def section(title: str) -> str:
 
 
 def test_every_reasoning_format_is_listed_in_order() -> None:
-    listed = words(section("Thinking").rpartition("Reasoning formats:")[2])
+    listed = words(section("Reasoning formats"))
     assert listed == sorted({*REASONING, *REASONING_OF_ANSWER_SYNTAX})
 
 
-def test_every_tool_format_is_listed_with_the_file_of_its_syntax() -> None:
+def test_every_tool_format_is_listed_with_its_syntax_and_each_syntax_with_its_file() -> None:
     listed: dict[str, str] = {}
-    for row in re.findall(r"^\| (`.*?) \| .*\(`(\w+)\.py`\) \|$", PAGE, re.MULTILINE):
-        names = words(row[0])
+    files: dict[str, str] = dict(re.findall(r"^\| (.*?) \| `(\w+)\.py` \|$", FILES, re.MULTILINE))
+    for row, syntax in re.findall(r"^\| (`.*?) \| (.*) \|$", section("Tool formats"), re.MULTILINE):
+        names = words(row)
         assert names == sorted(names)
-        listed |= dict.fromkeys(names, row[1])
+        listed |= dict.fromkeys(names, files[syntax])
     assert listed == {
         name: type(syntax).__module__.rpartition(".")[2] for name, syntax in TOOLS.items()
     }
@@ -52,4 +55,4 @@ def test_every_warning_and_every_effort_is_explained() -> None:
         NOT_CALLED,
     }
     for effort in REASONING_EFFORTS:
-        assert f'"{effort}"' in section("Thinking")
+        assert f'"{effort}"' in THINKING

@@ -48,7 +48,7 @@ def home(tmp_path: Path) -> Path:
     [
         ("owner/repo", "owner/repo"),
         ("hf.co/owner/repo:Q4_0", "owner/repo:Q4_0"),
-        ("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
+        ("qwen3-0.6b", "Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf"),
         (DEFAULT, DEFAULT),
         ("llama3", ""),
         ("../x", ""),

@@ -167,7 +167,10 @@ def test_each_field_sets_its_form(fields: dict[str, Any], body: Body | None) -> 
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
         ({"structured_outputs": {"structural_tag": ""}}, "structured_outputs.structural_tag"),
-        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"structural_tag": {}}},
+            "structured_outputs.structural_tag.structures",
+        ),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",

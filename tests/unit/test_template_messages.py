@@ -113,7 +113,7 @@ def test_a_mistake_is_named_by_its_place(message: Any, param: str) -> None:
 
 
 def test_a_conversation_has_at_least_one_message() -> None:
-    with pytest.raises(InvalidRequest, match="at least one"):
+    with pytest.raises(InvalidRequest, match="at least 1 message"):
         template_messages([], PLAIN)
 
 

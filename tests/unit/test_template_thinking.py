@@ -7,15 +7,19 @@ from functools import cache
 
 import pytest
 
+from gateway.formats.choice_parser import AnswerOptions, ParserFactory
+from gateway.formats.events import Content, Reasoning, merged
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.formats.reasoning import ends_inside
 from gateway.prompt.kwargs import REASONING_EFFORTS, ThinkingFields, effective_kwargs, thinks
+from gateway.prompt.render import ChatRenderer, PromptConversation
 from gateway.prompt.template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
+from protocol.engine.messages import Output
 from protocol.engine.model_card import ModelCard
 from tests.support.model import smollm2_gguf
 from tests.support.scripted_engine import thinking_card
-from tests.support.templates import THINKING_TEMPLATES
+from tests.support.templates import THINKING_TEMPLATES, UnlimitedTemplates
 from tests.support.tokenizers import (
     FAMILIES,
     card_of,
@@ -114,3 +118,59 @@ def test_real_templates_are_understood_as_they_are_known_to_be() -> None:
     assert (formats["qwen3"].tools, formats["qwen3"].reasoning) == ("hermes", "qwen3")
     assert formats["deepseek_v3"].tools == "deepseek_v3"
     assert (formats["smollm2"].tools, formats["smollm2"].reasoning) == (None, None)
+
+
+def continued(name: str, message: dict[str, str | None]) -> str:
+    """Return the prompt of an answer that goes on where `message` ends."""
+    renderer = ChatRenderer(model(name)[0], Tokenizer(model(name)[0]), UnlimitedTemplates())
+    final = {"role": "assistant", **message}
+    return renderer.text(
+        PromptConversation(
+            messages=[*USER, final], add_generation_prompt=False, continue_final_message=True
+        )
+    )
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("content", [{}, {"content": ""}, {"content": None}])
+def test_an_answer_that_was_cut_in_its_reasoning_goes_on_there(
+    name: str, content: dict[str, str | None]
+) -> None:
+    prompt = continued("qwen3", {name: "First, I ", **content})
+    assert prompt.endswith("<|im_start|>assistant\n<think>\nFirst, I ")
+    begun = model("qwen3")[2].answer_start(prompt, {}, calls=True)
+    assert (begun.inside, begun.thought) == (True, True)
+
+
+def test_an_answer_that_was_cut_after_its_reasoning_goes_on_with_its_text() -> None:
+    prompt = continued("qwen3", {"reasoning": "First.", "content": "So "})
+    assert prompt.endswith("<think>\nFirst.\n</think>\n\nSo ")
+    begun = model("qwen3")[2].answer_start(prompt, {}, calls=True)
+    assert (begun.inside, begun.thought) == (False, False)
+
+
+def test_a_template_without_reasoning_continues_the_text() -> None:
+    assert continued("llama3_1", {"reasoning": "First.", "content": ""}).endswith(
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_the_newlines_at_which_reasoning_goes_on_are_kept() -> None:
+    card, _, reading = model("opening switch")
+    tokenizer = Tokenizer(card)
+    found = {}
+    for prompt in ("<think>\n", "<think>\nFirst."):
+        begun = reading.answer_start(prompt, {}, calls=False)
+        assert begun.bound is not None
+        options = AnswerOptions(
+            format=begun.bound, starts_inside=begun.inside, continues_reasoning=begun.thought
+        )
+        parser = ParserFactory(tokenizer, None, options).new()
+        ids = tokenizer.encode("\n\nThen.\n</think>\n\nSo.", False)
+        events = [*parser.push(Output(request=1, tokens=ids)).events]
+        events += parser.push(Output(request=1, finish="stop")).events
+        found[prompt] = merged(events)[:2]
+    assert found == {
+        "<think>\n": [Reasoning("Then."), Content("So.")],
+        "<think>\nFirst.": [Reasoning("\n\nThen."), Content("So.")],
+    }

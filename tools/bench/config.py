@@ -38,21 +38,29 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     url: Annotated[str, about("the server", wiring=True)] = "http://127.0.0.1:8000"
     vs: Annotated[
         list[str],
-        about("compare with the server at this URL, under the same loads; repeat for several"),
+        about(
+            "compare with the server at this URL, under the same loads; repeat for several",
+            metavar="URL",
+        ),
     ] = []
-    model: Annotated[str, about("model name; default: the server's first model")] = ""
+    model: Annotated[
+        str, about("model name; default: the server's first model", metavar="NAME")
+    ] = ""
     api: Annotated[
         Literal["completions", "chat"],
         about("API to measure; only completions accepts prompts as token ids"),
     ] = "completions"
     header: Annotated[
-        list[str], about("send this header (NAME: VALUE) with each request; repeat for several")
+        list[str],
+        about(
+            "send this header (NAME: VALUE) with each request; repeat for several", metavar="HEADER"
+        ),
     ] = []
 
     concurrency: Annotated[
         tuple[Annotated[int, Meta(ge=1, le=4096)], ...],
         about(
-            "number of concurrent streams; each number is a separate load (default 8). With "
+            "number of concurrent streams; each number is a separate load (default 8); with "
             "--rate: maximum number of streams"
         ),
     ] = ()
@@ -80,7 +88,7 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     dataset: Annotated[
         Literal["random", "shared-prefix", "file"],
         about(
-            "prompts to send. random: random tokens; shared-prefix: random tokens after a shared "
+            "prompts to send; random: random tokens; shared-prefix: random tokens after a shared "
             "prefix; file: the prompts in --file"
         ),
     ] = "random"
@@ -90,14 +98,15 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     input_tokens: Annotated[int, about("length of a random prompt", ge=1, le=1 << 24)] = 128
     output_tokens: Annotated[int, about("length of an answer", ge=1, le=1 << 24)] = 128
     spread: Annotated[
-        float, about("vary lengths uniformly by up to this fraction", ge=0, le=0.99)
+        float,
+        about("vary lengths uniformly by up to this fraction", ge=0, le=0.99, metavar="FRACTION"),
     ] = 0.0
     prefix_tokens: Annotated[int, about("length of a shared prefix", ge=1, le=1 << 24)] = 1000
     prefixes: Annotated[int, about("number of different shared prefixes", ge=1, le=4096)] = 1
     prompt_as: Annotated[
         Literal["auto", "ids", "words"],
         about(
-            "form of a random prompt. ids: token ids, of exact length; words: about one token per "
+            "form of a random prompt; ids: token ids, of exact length; words: about one token per "
             "word, which any server accepts; auto: ids if the API accepts them"
         ),
     ] = "auto"
@@ -112,8 +121,8 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     seed: Annotated[
         int,
         about(
-            "seed of prompts and arrival times; 0: a new one, which is printed. If you use a seed "
-            "again, the server may find the prompts in its prefix cache",
+            "seed of prompts and arrival times; 0: a new one, which is printed; with a seed used "
+            "before, the server may find the prompts in its prefix cache",
             ge=0,
             le=1 << 48,
         ),
@@ -128,8 +137,8 @@ class BenchConfig(Config, frozen=True, kw_only=True):
     timeout_s: Annotated[
         float, about("give up an answer after this many seconds", gt=0, le=86400)
     ] = 600.0
-    json: Annotated[str, about("file for all figures, as JSON")] = ""
-    html: Annotated[str, about("file for an HTML page with plots")] = ""
+    json: Annotated[str, about("file for all figures, as JSON", metavar="FILE")] = ""
+    html: Annotated[str, about("file for an HTML page with plots", metavar="FILE")] = ""
 
     def __post_init__(self) -> None:
         if (self.dataset == "file") != bool(self.file):

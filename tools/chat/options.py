@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from protocol.engine.sampling import MaxTokens, Seed, Temperature, TopP
-from protocol.wire.field_errors import in_words
+from protocol.wire.field_words import allowed_words
 
 
 class SamplingOption(NamedTuple):
@@ -58,7 +58,9 @@ def _reader(type_: Any) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
             return msgspec.convert(text, type_, strict=False)
-        except msgspec.ValidationError as error:
-            raise argparse.ArgumentTypeError(f"{in_words(str(error))}, not {text!r}") from None
+        except msgspec.ValidationError:
+            raise argparse.ArgumentTypeError(
+                f"must be {allowed_words(type_)}; got {text!r}"
+            ) from None
 
     return read

@@ -21,6 +21,7 @@ from tools.flags import add_flags, build
 from tools.libraries.catalogue import library_folder
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
+from tools.option_groups import add_grouped_flags
 from tools.paths import user_path
 from tools.processes.children import messages_of, module_command
 
@@ -48,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random",
         default="",
-        metavar="CONFIG",
+        metavar="FILE",
         help="config.json of a Hugging Face model, to measure the model with random weights; "
         "instead of MODEL",
     )
     parser.add_argument("--json", default="", metavar="FILE", help="file for all figures, as JSON")
     add_flags(parser, StepBench, title="the steps")
-    add_flags(parser, WorkerConfig, title="the worker", without=FIXED)
+    add_grouped_flags(parser, [WorkerConfig], without=FIXED)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--wait-s",
         type=float,
         default=300.0,
-        metavar="X",
+        metavar="SECONDS",
         help="with --wait: exit with code 1 after this many seconds (default %(default)g)",
     )
 

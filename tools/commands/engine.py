@@ -26,11 +26,12 @@ from protocol.wire.sockets import local_address, run_directory
 from tools.commands.models import add_model, resolve
 from tools.config_file import add_config_option
 from tools.failure import Failure
-from tools.flags import add_flags, build
+from tools.flags import build
 from tools.http.web import ServerReadiness
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import check_device, check_models, log_limits
+from tools.option_groups import add_grouped_flags
 from tools.processes import run_lock
 from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child
@@ -49,7 +50,7 @@ Ctrl-C lets open requests finish and then stops the engine; a second Ctrl-C stop
 """
 
 EXAMPLES = """\
-example with three hosts that share a cluster.key (tidegate key cluster.key):
+example with three hosts that share a cluster.key (tidegate cluster-key cluster.key):
   a$ tidegate engine --role prefill --address tcp://0.0.0.0:5600 --kv-address tcp://a:5601 \\
        --cluster-key cluster.key
   b$ tidegate engine --role decode --address tcp://0.0.0.0:5600 --cluster-key cluster.key
@@ -68,8 +69,8 @@ IN_USE = ("an engine already runs at this address ({})", "--address")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_config_option(parser, CONFIGS)
-    for title, config in CONFIGS:
-        add_flags(parser, config, title=title)
+    configs = [config for _, config in CONFIGS]
+    add_grouped_flags(parser, configs, also_first=("role", "kv_address", "cluster_key"))
 
 
 def plan(

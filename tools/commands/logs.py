@@ -21,14 +21,15 @@ from protocol.process.exit_codes import ExitCode
 from protocol.process.log_lines import colored
 from protocol.shared import request_ids
 from tools.failure import Failure
+from tools.models.fetch import home
 from tools.processes import run_lock
 from tools.processes.discovery import START_ONE, base_directory
-from tools.processes.server_log import LOG_FILE, OLD_LOG_FILE, LogReader
+from tools.processes.server_log import LOG_FILE, OLD_LOG_FILE, LogReader, ended_logs
 from tools.terminal import safe_text, use_colors
 
 DESCRIPTION = """\
-Show the log of a running server or engine: what all its processes have printed. The log is in the
-run directory, so it ends with the server.
+Show the log of a running server or engine: what all its processes have printed. The log ends with
+the server, except that of `tidegate serve --detach`, which is kept until the next one on its port.
 """
 
 EXAMPLES = """\
@@ -87,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
             _show(record, has_color=has_color)
         if options.follow:
             _follow(directory, reader, chosen, has_color=has_color)
+        if run_lock.holder(directory) is None:
             print("the server has ended", file=sys.stderr)
     except KeyboardInterrupt:
         return 0  # the usual end of --follow
@@ -125,7 +127,8 @@ def _directory(name: str | None) -> Path:
     there is none, or if there are several."""
     base = base_directory()
     if name is not None:
-        for directory in run_lock.run_directories(base):
+        ended = ended_logs(home()) / Path(name).name
+        for directory in (*run_lock.run_directories(base), ended):
             if directory.name == name and _has_log(directory):
                 return directory
         raise Failure(f"{name} has no log; running: {_names(_with_logs(base))}")

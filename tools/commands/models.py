@@ -19,7 +19,7 @@ from protocol.process.exit_codes import ExitCode
 from protocol.tools.start_facts import Preflight
 from tools.doctor_findings import describe_states
 from tools.failure import Failure
-from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, HubEntry
+from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, HubEntry, description
 from tools.models.fetch import PrintLine, fetch, format_size, home, print_on_stderr
 from tools.models.preflight import preflight_each
 from tools.models.pulling import parse_name, pulled_path
@@ -139,10 +139,10 @@ def run(options: argparse.Namespace) -> int:
 def _description(entry: HubEntry) -> str:
     """Return what is known about a model on the Hub before its download, in two lines."""
     terms = "; terms to accept on its page" if entry.is_gated else ""
+    best = "; recommended" if entry.is_recommended else ""
     return (
-        f"{entry.source}: {entry.parameters / 1e9:.1f} billion parameters, "
-        f"{entry.context_tokens:,} tokens\n"
-        f"  {entry.licence}{terms}; weights need {entry.weight_bytes / 1e9:.1f} GB in bfloat16"
+        f"{description(entry)}\n"
+        f"  {entry.licence}{terms}; {format_size(entry.weight_bytes)} in {entry.form}{best}"
     )
 
 

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--wait-s",
         type=float,
         default=60.0,
-        metavar="X",
+        metavar="SECONDS",
         help="give up if the steps take longer than this many seconds (default %(default)g)",
     )
     parser.add_argument(

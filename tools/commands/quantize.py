@@ -49,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a Hugging Face directory, or OWNER/REPO on the Hugging Face Hub",
     )
-    parser.add_argument("output", metavar="OUT.gguf", help="the file to write")
+    parser.add_argument("output", metavar="FILE", help="the file to write")
     parser.add_argument(
         "--type",
         default=TYPES[0],
         choices=TYPES,
         help=f"type of the weights (default {TYPES[0]})",
     )
-    parser.add_argument("--force", action="store_true", help="replace OUT.gguf if it exists")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
 def run(options: argparse.Namespace) -> int:

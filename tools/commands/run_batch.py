@@ -21,6 +21,7 @@ from tools.batches.run import BatchRun
 from tools.failure import Failure
 from tools.flags import add_flags, build, to_arguments
 from tools.http.web import KEY_VARIABLE, WebServer, no_server
+from tools.option_groups import add_grouped_flags
 from tools.processes.discovery import add_server, server_url
 from tools.processes.private_server import PrivateServer
 
@@ -60,8 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "answers under every model name in the lines",
     )
     add_flags(parser, BatchRunConfig, title="the run")
-    add_flags(parser, EngineConfig, title="the engine of --model")
-    add_flags(parser, WorkerConfig, title="the worker of --model")
+    add_grouped_flags(parser, [EngineConfig, WorkerConfig])
 
 
 def run(options: argparse.Namespace) -> int:

@@ -43,26 +43,30 @@ from tools.cluster.command import (
 from tools.commands.models import add_model, resolve
 from tools.config_file import add_config_option, api_keys_in_effect
 from tools.failure import Failure
-from tools.flags import add_flags, build
+from tools.flags import build
 from tools.http.web import KEY_VARIABLE, WebServer
 from tools.models.catalogue import DEFAULT
-from tools.models.fetch import free_space, home, path_note
+from tools.models.fetch import free_space, home
 from tools.models.preflight import (
     ModelCheck,
     check_device,
     check_models,
     expecting,
     log_limits,
+    log_sampling,
     log_slots,
+    with_recommended,
     without_trial,
     write_card,
 )
 from tools.models.pulling import served_name
 from tools.models.stored import hub_cache
 from tools.models.trials import PassedTrials
+from tools.option_groups import add_grouped_flags
 from tools.processes import run_lock
 from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child, Command, module_command, run_module
+from tools.processes.detached import Background, run_detached
 from tools.processes.gated_start import GatedStart, stop_signals_as_failures
 from tools.processes.models_file import given_models, model_config
 from tools.processes.new_models import NewModels
@@ -73,8 +77,8 @@ from tools.processes.saved_models import (
     write_saved,
 )
 from tools.processes.serve_commands import engine_command, engine_commands, gateway_command
-from tools.processes.serve_plan import ServePlan, banner
-from tools.processes.server_log import ServerLog, keeping
+from tools.processes.serve_plan import FOREGROUND, ServePlan, banner, in_background
+from tools.processes.server_log import ServerLog, ended_logs, keeping
 from tools.processes.several_models import (
     check_shared,
     engines_of_models,
@@ -107,21 +111,13 @@ EXAMPLES = f"""\
 examples:
   tidegate serve                                  the default model, {DEFAULT}, on port 8000
   tidegate serve ~/models/qwen3-4b                a Hugging Face directory (safetensors)
+  tidegate serve --detach                         in the background
   tidegate serve model.gguf --port 8001           a GGUF file, on another port
   tidegate serve Qwen/Qwen3-0.6B                  a model on the Hugging Face Hub (tidegate pull)
   tidegate serve --max-len 4096 --max-slots 16    use less memory: shorter and fewer requests
-  tidegate serve --served-name small --gateways 2
-  tidegate serve --render-only DIRECTORY          render, derender and tokenize, without an engine
   tidegate serve Qwen/Qwen3-0.6B big=./model.gguf --load first-use --max-loaded 1
                                                   two models, one in memory at a time
-  tidegate serve --models models.toml             several models, each with options of its own
-  tidegate serve --split                          two engines: one for prompts, one for answers
   tidegate serve --replicas 2                     two engines of the model; streams survive one
-  tidegate serve --engines tcp://a:5600,tcp://b:5600 --cluster-key cluster.key
-                                                  the same with engines on other hosts
-  tidegate serve --cluster auto --replicas 4      four engines, placed on the nodes by Ray
-  tidegate serve --prefill tcp://a:5600 --decode tcp://b:5600 --cluster-key cluster.key
-                                                  engines on other hosts (tidegate engine --help)
 """
 
 CONFIGS = (
@@ -145,8 +141,13 @@ CHECK_TIMEOUT_S = 60
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, several=True)
     add_config_option(parser, CONFIGS, several=True)
-    for title, config in CONFIGS:
-        add_flags(parser, config, title=title)
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="go on in the background when the server is ready, and end with the exit code of the "
+        "start",
+    )
+    add_grouped_flags(parser, [config for _, config in CONFIGS])
 
 
 def plan(options: Mapping[str, Any], style: LogStyle = "text") -> ServePlan:
@@ -244,6 +245,16 @@ def commands(plan: ServePlan, *, lock: int) -> list[Command]:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.detach:
+        return run_detached(lambda background: _run(options, background))
+    return _run(options)
+
+
+def _run(options: argparse.Namespace, background: Background | None = None) -> int:
+    """Run the server, and return its exit code.
+
+    background   the server goes on there when it is ready; None: it stays in the foreground
+    """
     started = time.monotonic()
     attach_if_supervised(signal.SIGTERM)  # started by a command, for the time of its run
     own = os.environ.pop(KEY_VARIABLE, "")  # the child processes get only a digest of the key
@@ -260,15 +271,19 @@ def run(options: argparse.Namespace) -> int:
     with (
         stop_signals_as_failures(),
         run_lock.holding(planned.directory) as lock,
-        keeping(planned.directory, planned.serve.log_file_mib, terminal) as log,
+        keeping(
+            planned.directory,
+            planned.serve.log_file_mib,
+            terminal,
+            kept_in=ended_logs(home()) / planned.directory.name if background else None,
+        ) as log,
     ):
         _prepare_directory(planned, lock)
         found = _with_model_path(planned, terminal)
-        _log_lost_sampling(planned, terminal)
         check = _check_models if found.models else _check_model
         with GatedStart(log) as start, start.interruptible():
             checked = check(found, start, lock, terminal)
-        return _serve(checked, start.children, lock, started, terminal, log)
+        return _serve(checked, start.children, lock, started, terminal, log, background)
 
 
 def _prepare_directory(plan: ServePlan, lock: int) -> None:
@@ -337,17 +352,6 @@ def _with_model_path(plan: ServePlan, terminal: Terminal) -> ServePlan:
     return replace(plan, engine=engine)
 
 
-def _log_lost_sampling(plan: ServePlan, terminal: Terminal) -> None:
-    """Log which models of the catalogue are served by path, without the sampling that the catalogue
-    recommends."""
-    engines = plan.models.values() or [plan.engine] * bool(plan.engines)
-    if plan.gateway.default_sampling:
-        return
-    for note in (path_note(engine.worker.model) for engine in engines):
-        if note:
-            terminal.log(note)
-
-
 def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Terminal) -> ServePlan:
     """Check whether the model can be served, and return the plan with the gateway's final config.
 
@@ -372,7 +376,7 @@ def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Termin
                 [worker for each in plan.engines.values() for worker in each.checked_workers]
             )
             assert found.card is not None
-            plans, card = found.plans, found.card
+            plans, card = found.plans, with_recommended(found.card, plan.engine.worker)
             gateway = expecting(gateway, card, file)
         checked = replace(plan, gateway=without_trial(gateway, card))
         start.start([gateway_command(checked, lock)])
@@ -380,6 +384,7 @@ def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Termin
             check.run(card)
             trials.add(model, card.tokenizer)
     log_limits(plans, terminal)
+    log_sampling(card, gateway.hosted[0].default_sampling, terminal)
     return checked
 
 
@@ -392,7 +397,8 @@ def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Termi
     for name in plan.models.keys() - planned.engines.keys():
         terminal.warn(f"model {name} is left out: {planned.left_out[name]}")
     cards = {}
-    for number, (name, card) in enumerate(planned.cards.items(), start=1):
+    for number, (name, known) in enumerate(planned.cards.items(), start=1):
+        card = with_recommended(known, planned.engines[name].worker)
         cards[name] = plan.directory / f"model-{number}{run_lock.CARD_SUFFIX}"
         write_card_file(cards[name], CardFile(card=card, max_len=planned.plans[name].max_len))
     gateway = hosting(plan.gateway, planned, cards, plan.directory)
@@ -401,12 +407,13 @@ def _check_models(plan: ServePlan, start: GatedStart, lock: int, terminal: Termi
     start.start([*at_start, gateway_command(checked, lock)])
     trials = PassedTrials(home() / "trials")
     for hosted in gateway.models:
-        card = planned.cards[hosted.supervised_name]
-        model = planned.engines[hosted.supervised_name].worker.model
+        worker = planned.engines[hosted.supervised_name].worker
+        card, model = with_recommended(planned.cards[hosted.supervised_name], worker), worker.model
         if hosted.names_formats or not trials.has_passed(model, card.tokenizer):
             with ModelCheck(msgspec.structs.replace(plan.gateway, models=[hosted])) as check:
                 check.run(card)
             trials.add(model, card.tokenizer)
+        log_sampling(card, hosted.default_sampling, terminal)
     log_limits(planned.plans.values(), terminal)
     workers = {name: engine.worker for name, engine in planned.engines.items()}
     log_slots(workers, planned.plans, terminal)
@@ -420,6 +427,7 @@ def _serve(
     started: float,
     terminal: Terminal,
     log: ServerLog,
+    background: Background | None,
 ) -> int:
     has_model = bool(plan.engines or plan.serve.render_only)
     loads = bool(plan.planned.loaded if plan.planned else plan.engines)
@@ -433,7 +441,10 @@ def _serve(
 
     def show_banner(model: str | None) -> None:
         _describe(lock, plan, [model])
-        terminal.show(banner(plan, model, time.monotonic() - started))
+        ending = in_background(plan) if background else FOREGROUND
+        terminal.show(banner(plan, model, time.monotonic() - started, ending))
+        if background:
+            background.enter()
 
     return supervise(
         commands(plan, lock=lock),

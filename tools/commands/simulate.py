@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure",
         action="store_true",
         help="measure steps of MODEL on this machine and write them to --steps; nothing is "
-        "simulated. No server should run at the same time",
+        "simulated, and no server should run at the same time",
     )
     parser.add_argument("--json", default="", metavar="FILE", help="file for all figures, as JSON")
     parser.add_argument("--html", default="", metavar="FILE", help="file for a page with plots")

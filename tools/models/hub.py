@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +102,7 @@ class HubDownloads:
     endpoint      URL of the server
     cache         directory of the Hub's cache
     on_progress   called when a part of a file was received
+    expected_sha256  digest that the only file of the model must have; "": any
     check_config  called before weights are downloaded, with the path of a config.json or of the
                   start of a GGUF file. It raises Failure if the model cannot be served
     """
@@ -112,12 +113,14 @@ class HubDownloads:
         print_line: PrintLine,
         *,
         on_progress: OnProgress = no_progress,
+        expected_sha256: str = "",
         endpoint: str = ENDPOINT,
         cache: Path | None = None,
         check_config: Callable[[Path], object] | None = None,
     ) -> None:
         self._home, self._print_line = home, print_line
         self._on_progress = on_progress
+        self._expected_sha256 = expected_sha256
         self._endpoint = endpoint.rstrip("/")
         self._cache = cache or Path(HF_HUB_CACHE)
         self._check_config = check_config
@@ -151,7 +154,18 @@ class HubDownloads:
         if info.sha is None or not _COMMIT.fullmatch(info.sha):
             raise _no_download(f"{self._endpoint} reports no commit of {name.repo}", MIRROR)
         kind, files = choose_files(name, list(_repo_files(info)))
+        self._check_expected(name, files)
         return HubModel(name=name, commit=info.sha, licence=_licence(info), kind=kind, files=files)
+
+    def _check_expected(self, name: HubName, files: Sequence[RepoFile]) -> None:
+        """Raise Failure if the files on the Hub are not the one whose digest is expected."""
+        expected = self._expected_sha256
+        if expected and [file.sha256 for file in files] != [expected]:
+            raise _no_download(
+                f"{name} has changed on the Hub since its digest was written into the catalogue: "
+                f"sha256 {files[0].sha256} instead of {expected}",
+                f"to download it unchecked: tidegate pull {name.repo}",
+            )
 
     def _download(self, model: HubModel) -> PulledModel:
         count = "1 file" if len(model.files) == 1 else f"{len(model.files)} files"

@@ -17,7 +17,7 @@ import msgspec
 from protocol.config.gateway import GatewayConfig
 from protocol.config.worker import WorkerConfig
 from protocol.engine import model_card
-from protocol.engine.model_card import ModelCard
+from protocol.engine.model_card import ModelCard, SamplingDefaults
 from protocol.process.exit_codes import ExitCode
 from protocol.tools.start_facts import ModelPlan, Preflight
 from tools.doctor_findings import describe_states
@@ -177,6 +177,25 @@ def limit(plan: ModelPlan) -> str | None:
             f"{plan.context_tokens:,} tokens (--max-len, --kv-memory-gib)"
         )
     return None
+
+
+def with_recommended(card: ModelCard, worker: WorkerConfig) -> ModelCard:
+    """Return the card with the sampling parameters that the catalogue recommends, as the worker
+    will send it."""
+    return msgspec.structs.replace(card, recommended=worker.recommended_sampling)
+
+
+def log_sampling(card: ModelCard, option: str, terminal: Terminal) -> None:
+    """Log that nothing recommends sampling parameters for a model that generates text, if so.
+
+    option   --default-sampling of the model
+    """
+    nothing = SamplingDefaults()
+    if card.generates and not option and card.defaults == card.recommended == nothing:
+        terminal.log(
+            f"no recommended sampling is known for {card.name}: requests without a temperature "
+            "are sampled with 1 (--default-sampling)"
+        )
 
 
 def log_slots(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
-from tools.models.catalogue import CATALOGUE, HUB_MODELS
+from tools.models.catalogue import CATALOGUE, HUB_MODELS, catalogue_digest
 from tools.models.download import OnProgress, no_progress
 from tools.models.fetch import PrintLine
 from tools.models.names import HubName, UrlName, parse_hub_name, parse_url
@@ -90,5 +90,11 @@ def _puller(
         raise Failure(NOT_INSTALLED) from None
     if isinstance(name, UrlName):
         return lambda: pull_url(name, home, print_line, check_config)
-    hub = HubDownloads(home, print_line, on_progress=on_progress, check_config=check_config)
+    hub = HubDownloads(
+        home,
+        print_line,
+        on_progress=on_progress,
+        expected_sha256=catalogue_digest(str(name)),
+        check_config=check_config,
+    )
     return lambda: hub.pull(name)

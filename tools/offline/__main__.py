@@ -31,7 +31,7 @@ from protocol.process.lifeline import attach_to_parent
 from protocol.sdk.client import Client
 from protocol.sdk.offline_messages import OfflineConfig
 from protocol.wire.errors import EngineNotReady
-from protocol.wire.field_errors import with_field
+from protocol.wire.field_errors import field_error
 from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.flags import flags_of
@@ -88,10 +88,12 @@ def _build(
     """
     names = {flag.field for flag in flags_of(kind)}
     own = {name: left.pop(name) for name in left.keys() & (names if only is None else names & only)}
+    values = {**own, **fixed}
     try:
-        return msgspec.convert({**own, **fixed}, kind)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise Failure(with_field(str(error)), exit_code=ExitCode.USAGE) from None
+        words = str(field_error(error, values, kind))
+        raise Failure(words, exit_code=ExitCode.USAGE) from None
 
 
 def run(config: OfflineConfig) -> int:

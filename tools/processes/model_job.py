@@ -36,7 +36,12 @@ from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE
 from tools.models.download import FileProgress, NoDownload, NoSpace
 from tools.models.fetch import fetch, format_size, home, print_on_stderr
-from tools.models.preflight import ModelCheck, preflight_alternatives, tokenizer_digest
+from tools.models.preflight import (
+    ModelCheck,
+    preflight_alternatives,
+    tokenizer_digest,
+    with_recommended,
+)
 from tools.models.pulling import download_name, pull_model
 from tools.models.stored import (
     files_in_use,
@@ -178,7 +183,8 @@ def pull(order: PullOrder, report: Callable[[JobProgress], object]) -> Pulled:
             check.run(found.card)
         trials.add(str(path), found.card.tokenizer)
     report(JobProgress(status="writing manifest"))
-    write_card(Path(order.card), CardFile(card=found.card, max_len=plan.max_len))
+    card = with_recommended(found.card, engine.worker)
+    write_card(Path(order.card), CardFile(card=card, max_len=plan.max_len))
     return Pulled(engine=with_sizes(engine, plan), hosted=hosted, planned_bytes=planned_bytes(plan))
 
 

@@ -26,7 +26,7 @@ from protocol.config.engine import EngineConfig
 from protocol.config.gateway import ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
-from protocol.wire.field_errors import in_words
+from protocol.wire.field_errors import field_error
 from tools.flags import build, flags_of
 from tools.models.catalogue import DEFAULT
 from tools.paths import user_path
@@ -117,7 +117,7 @@ def _option(key: str, value: Any) -> Any:
     try:
         return msgspec.convert(value, kinds[key])
     except msgspec.ValidationError as error:
-        raise ValueError(f"{key}: {in_words(str(error))}") from None
+        raise ValueError(str(field_error(error, value, kinds[key]).below(key))) from None
 
 
 @cache

@@ -12,6 +12,7 @@ from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from tools.http.web import KEY_VARIABLE, local_url
 from tools.processes.saved_models import ManagedPlan
+from tools.processes.server_log import LOG_FILE
 from tools.processes.several_models import PlannedModels
 from tools.processes.topology import Engines, engines_of
 
@@ -49,12 +50,27 @@ class ServePlan:
         return local_url(self.gateway.host, self.gateway.port)
 
 
-def banner(plan: ServePlan, model: str | None, seconds: float) -> str:
+FOREGROUND = "Press Ctrl-C to stop."
+
+
+def in_background(plan: ServePlan) -> str:
+    """Return the end of the banner of a server in the background."""
+    port, has_log = plan.gateway.port, plan.serve.log_file_mib > 0
+    log = f"tidegate logs {port}" if has_log else "none, because of --log-file-mib 0"
+    file = f"  ({plan.directory / LOG_FILE})" * has_log
+    return f"It runs in the background.\n  log:   {log}{file}\n  stop:  tidegate stop {port}"
+
+
+def banner(plan: ServePlan, model: str | None, seconds: float, ending: str = FOREGROUND) -> str:
+    """Return the text that a server shows when it is ready.
+
+    ending   how to stop the server
+    """
     if plan.serve.render_only:
         return f"""
 Tidegate renders for {model} at {plan.url}, without an engine  (ready in {seconds:.1f} s)
 
-Press Ctrl-C to stop.
+{ending}
 """
     header = f""" -H "Authorization: Bearer ${KEY_VARIABLE}" \\\n   """ if plan.key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
@@ -67,7 +83,7 @@ Tidegate serves {", ".join(plan.models) or model} at {plan.url}  (ready in {seco
   tidegate chat --url {plan.url}{_page(plan)}
 {_addresses(plan)}
 
-Press Ctrl-C to stop.
+{ending}
 """
 
 

@@ -2,7 +2,8 @@
 
 The supervisor alone writes it: its own lines, and those that it relays from the other processes. So
 no two processes write to one file, and a rotation loses no line. The size is bounded: a file that
-is full becomes `server.log.1`, in place of the one before. The files end with the run directory.
+is full becomes `server.log.1`, in place of the one before. The files end with the run directory,
+except those of a server in the background, whose end no terminal shows: they are moved.
 
 A log that cannot be written does not end the server. Its lines are lost, and the next one is tried
 again.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -59,14 +61,37 @@ class ServerLog:
 
 
 @contextlib.contextmanager
-def keeping(directory: Path, limit_mib: int, terminal: Terminal) -> Iterator[ServerLog]:
-    """Yield the log of a server, to which the lines of `terminal` are added."""
+def keeping(
+    directory: Path, limit_mib: int, terminal: Terminal, *, kept_in: Path | None = None
+) -> Iterator[ServerLog]:
+    """Yield the log of a server, to which the lines of `terminal` are added.
+
+    kept_in   directory to which the log is moved at the end, in place of an earlier one; None: it
+              ends with the run directory
+    """
     log = ServerLog(directory, limit_mib << 20)
     terminal.keep_lines(log.write)
     try:
         yield log
     finally:
         log.close()
+        if kept_in is not None:
+            with contextlib.suppress(OSError):
+                _move(directory, kept_in)
+
+
+def _move(directory: Path, to: Path) -> None:
+    """Move the log in `directory` to another one, which only its owner can read."""
+    to.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in (OLD_LOG_FILE, LOG_FILE):
+        (to / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.move(directory / name, to / name)  # a run directory may be on another disk
+
+
+def ended_logs(home: Path) -> Path:
+    """Return the parent of the directories with the logs of ended servers, named by port."""
+    return home / "logs"
 
 
 class LogReader:

@@ -94,5 +94,5 @@ _VERBS: Mapping[PathKind, str] = {
     "new file": "write this file",
     "new directory": "create this directory",
 }
-_MAKERS = {"api_keys": "tidegate keys add FILE NAME", "cluster_key": "tidegate key FILE"}
+_MAKERS = {"api_keys": "tidegate keys add FILE NAME", "cluster_key": "tidegate cluster-key FILE"}
 """Field -> the command that makes its file."""

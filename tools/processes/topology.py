@@ -25,12 +25,10 @@ from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import Device
-from protocol.engine.model_card import SamplingDefaults
 from protocol.wire import sockets
 from tools.failure import Failure
 from tools.libraries.catalogue import library_folder
-from tools.models.catalogue import CATALOGUE
-from tools.models.fetch import home
+from tools.models.fetch import home, recommended_sampling
 from tools.processes.run_lock import RUN_KEY
 
 Engines = Mapping[str, EngineConfig]
@@ -183,7 +181,6 @@ def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> E
     """Return the config `engine` with the paths of the model and of the draft model, the sampling
     parameters that the catalogue recommends for the model, and the directory in which workers cache
     measurements."""
-    entry = CATALOGUE.get(engine.worker.model)
     measurements = str(home() / "measurements")
     draft_path = str(draft or "")
     return _with_worker(
@@ -192,7 +189,7 @@ def with_model(engine: EngineConfig, path: Path, draft: Path | None = None) -> E
         draft_model=draft_path,
         measurements=measurements,
         libraries=str(library_folder(home())),
-        recommended_sampling=entry.sampling if entry else SamplingDefaults(),
+        recommended_sampling=recommended_sampling(engine.worker.model, path),
     )
 
 

@@ -182,7 +182,7 @@ def _wrong(key: str, value: Any, wanted: str) -> UnusableModel:
 
 
 def documented() -> str:
-    """Return the tables for docs/models/models.md, as Markdown: the keys of
+    """Return the tables for docs/models/checkpoints.md, as Markdown: the keys of
     generation_config.json that are applied, those without an effect, and those that are only
     named in the log."""
     lines = [

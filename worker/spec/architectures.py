@@ -420,7 +420,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def documented() -> str:
-    """Return the two lists of docs/models/models.md as Markdown: architectures that transformers
+    """Return the lists of docs/models/transformers.md as Markdown: architectures that transformers
     computes, and a table of the refused ones with their reasons."""
     ours = {family.architecture for family in FAMILIES} - BEYOND_FAMILIES.keys()
     checked = ", ".join(f"`{name}`{_condition(name)}" for name in sorted(CHECKED.keys() - ours))

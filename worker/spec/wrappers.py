@@ -113,7 +113,7 @@ def text_name(name: str) -> str | None:
 
 
 def documented() -> str:
-    """Return the table of docs/models/models.md as Markdown."""
+    """Return the table of docs/models/families.md as Markdown."""
     lines = ["| architecture | `model_type` of its text part |", "|---|---|"]
     for name, kinds in WRAPPERS.items():
         lines.append(f"| `{name}` | {', '.join(f'`{kind}`' for kind in sorted(kinds))} |")

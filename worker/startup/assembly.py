@@ -15,7 +15,6 @@ import msgspec
 import torch
 
 from protocol.config.worker import WorkerConfig
-from protocol.engine.model_card import ModelCard
 from protocol.worker.steps import TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
@@ -116,7 +115,7 @@ def assemble(
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
     _log_model(loaded, device, memory, limits)
     ready = WorkerReady(
-        model=_with_recommended_sampling(loaded.card, config),
+        model=msgspec.structs.replace(loaded.card, recommended=config.recommended_sampling),
         max_len=memory.max_len,
         max_slots=limits.max_slots,
         token_budget=limits.token_budget,
@@ -219,13 +218,6 @@ def _chooser(config: WorkerConfig, dtype: torch.dtype) -> ChooseKernels | None:
         processor=machine.cpu_name(),
         folder=Path(config.measurements),
     )
-
-
-def _with_recommended_sampling(card: ModelCard, config: WorkerConfig) -> ModelCard:
-    """Return `card` with the catalogue's sampling defaults wherever the model's files give no
-    default."""
-    defaults = card.defaults.with_fallback(config.recommended_sampling)
-    return msgspec.structs.replace(card, defaults=defaults)
 
 
 def _load(

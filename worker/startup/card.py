@@ -109,8 +109,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         card = text_card(options.model)
-        defaults = card.defaults.with_fallback(options.recommended_sampling)
-        card = msgspec.structs.replace(card, defaults=defaults)
+        card = msgspec.structs.replace(card, recommended=options.recommended_sampling)
     except UnusableModel as error:
         print(f"{error.message}; {error.remedy or REMEDY}", file=sys.stderr)
         return 1

@@ -33,6 +33,7 @@ from gateway.api.anthropic.tools import ConversationTools
 from gateway.formats.events import OutputWarning
 from gateway.http.json_values import as_object
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 LEFT_OUT = "content_left_out"
 """Code of the warning about a block that the model cannot read."""
@@ -133,9 +134,7 @@ class _ConversationWriter:
         by_role = self.blocks
         kinds = by_role.get(role) if isinstance(role, str) else None
         if kinds is None:
-            raise InvalidRequest.at(
-                f"{at}.role", f"must be one of {', '.join(by_role)}; got {role!r}"
-            )
+            raise InvalidRequest.wrong(f"{at}.role", one_of(by_role), role)
         blocks = blocks_of(message.get("content"), f"{at}.content")
         if role == "assistant":
             self._start_assistant(at)
@@ -272,7 +271,7 @@ class _ConversationWriter:
             texts.append(text)
         is_error = block.get("is_error")
         if is_error is not None and not isinstance(is_error, bool):
-            raise InvalidRequest.at(f"{at}.is_error", "must be true or false")
+            raise InvalidRequest.wrong(f"{at}.is_error", "true or false", is_error)
         if is_error and not "".join(texts[:1]).lower().startswith("error"):
             texts.insert(0, "Error:")
         return [{"type": "text", "text": text} for text in texts]
@@ -347,7 +346,8 @@ def _titled(block: Block, at: str, names: tuple[str, ...], text: str) -> str:
 
 
 def _not_text(at: str, kind: Any) -> InvalidRequest:
-    return InvalidRequest.at(at, f"this model reads text only; got {kind!r}")
+    words = f"{one_of(('text',))}, because this model reads text only"
+    return InvalidRequest.wrong(at, words, kind)
 
 
 _CONVERTERS: Mapping[str, Callable[[Block, str], str]] = {
@@ -365,7 +365,7 @@ _TEXT_SOURCES = ("text", "content")
 def string_member(value: Mapping[str, Any], name: str, at: str) -> str:
     text = value.get(name)
     if not isinstance(text, str):
-        raise InvalidRequest.at(f"{at}.{name}", "must be a string")
+        raise InvalidRequest.wrong(f"{at}.{name}", "a string", text)
     return text
 
 
@@ -374,11 +374,11 @@ def blocks_of(content: Any, at: str) -> list[tuple[str, Block]]:
     if isinstance(content, str):
         return [(at, {"type": "text", "text": content})]
     if not isinstance(content, Sequence):
-        raise InvalidRequest.at(at, "must be a string or a list of blocks")
+        raise InvalidRequest.wrong(at, "a string or a list of blocks", content)
     places = [f"{at}[{i}]" for i in range(len(content))]
     return [(at, as_object(block, at)) for at, block in zip(places, content, strict=True)]
 
 
 def unexpected(kind: Any, at: str, known: Sequence[str]) -> InvalidRequest:
     """Return the error for an object at `at` whose `type` is not one of `known`."""
-    return InvalidRequest.at(f"{at}.type", f"must be one of {', '.join(known)}; got {kind!r}")
+    return InvalidRequest.wrong(f"{at}.type", one_of(known), kind)

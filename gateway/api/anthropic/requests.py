@@ -14,21 +14,23 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from gateway.api.openai.requests import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
+from gateway.api.openai.item_schemas import (
     PARAMETERS_SCHEMA,
     TEXT_SCHEMA,
     TOOL_NAME_SCHEMA,
+    JsonSchemaDict,
+    object_schema,
+)
+from gateway.api.openai.requests import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
     CacheSalt,
     ChatBody,
     FormFields,
-    JsonSchemaDict,
     Object,
     Priority,
     StopString,
     Timeout,
-    object_schema,
 )
 from gateway.http.text_fields import Name, TemplateText
 from gateway.text.stop import MAX_STOP_STRINGS

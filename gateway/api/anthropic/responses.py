@@ -482,7 +482,7 @@ def _limit(text: str) -> int:
         return DEFAULT_LIMIT
     limit = int(text) if _NUMBER.fullmatch(text) else 0
     if not 1 <= limit <= MAX_LIMIT:
-        raise InvalidRequest.at("limit", f"must be a number from 1 to {MAX_LIMIT:,}")
+        raise InvalidRequest.wrong("limit", f"a whole number from 1 to {MAX_LIMIT:,}", text)
     return limit
 
 

@@ -18,6 +18,7 @@ from gateway.formats.events import OutputWarning
 from gateway.http.json_values import as_object
 from gateway.prompt.content import to_json
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 TOOL_LEFT_OUT = "tool_left_out"
 """Code of the warning about a tool or a connection that this server does not have."""
@@ -133,9 +134,7 @@ class ConversationTools:
             return self._without_mcp(at)
         if kind != "tool_definition":
             known = ("tool_reference", "tool_definition", *REFERENCES)
-            raise InvalidRequest.at(
-                f"{at}.type", f"must be one of {', '.join(known)}; got {kind!r}"
-            )
+            raise InvalidRequest.wrong(f"{at}.type", one_of(known), kind)
         at = f"{at}.definition"
         definition = as_object(tool.get("definition"), at)
         if self._leaves_out(definition, at):
@@ -155,9 +154,7 @@ class ConversationTools:
             return self._without_mcp(at)
         if kind != "tool_reference":
             known = ("tool_reference", *REFERENCES)
-            raise InvalidRequest.at(
-                f"{at}.type", f"must be one of {', '.join(known)}; got {kind!r}"
-            )
+            raise InvalidRequest.wrong(f"{at}.type", one_of(known), kind)
         name = _name(tool, at)
         self._withdraw(name)
         return f"The tool {name} is no longer available."
@@ -208,12 +205,12 @@ def _not_run(kind: object) -> str:
 def _flag(tool: Mapping[str, Any], name: str, at: str) -> bool:
     value = tool.get(name)
     if value is not None and not isinstance(value, bool):
-        raise InvalidRequest.at(f"{at}.{name}", "must be true or false")
+        raise InvalidRequest.wrong(f"{at}.{name}", "true or false", value)
     return bool(value)
 
 
 def _name(tool: Mapping[str, Any], at: str) -> str:
     name = tool.get("name")
     if not isinstance(name, str):
-        raise InvalidRequest.at(f"{at}.name", "must be a string")
+        raise InvalidRequest.wrong(f"{at}.name", "a string", name)
     return name

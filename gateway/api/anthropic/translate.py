@@ -30,6 +30,7 @@ from gateway.http.errors import ThreadsUnsupported
 from gateway.http.json_values import as_object, check_depth
 from gateway.prompt.kwargs import ThinkingFields, thinking_budget
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 NO_BUDGET = "thinking_budget_not_kept"
 """Code of the warning about a thinking budget that has no effect."""
@@ -158,9 +159,7 @@ def _thinking(thinking: Any) -> tuple[Any, str]:
         return thinking, "summarized"
     display = thinking.get("display")
     if display is not None and display not in DISPLAYS:
-        raise InvalidRequest.at(
-            "thinking.display", f"must be one of {', '.join(DISPLAYS)}; got {display!r}"
-        )
+        raise InvalidRequest.wrong("thinking.display", one_of(DISPLAYS), display)
     rest = {name: value for name, value in thinking.items() if name != "display"}
     return rest, display or "summarized"
 
@@ -186,7 +185,7 @@ def _output(body: CountBody) -> tuple[Any, str, dict[str, Any] | None]:
 def _form(form: Any, at: str) -> dict[str, Any]:
     form = as_object(form, at)
     if form.get("type") != "json_schema":
-        raise InvalidRequest.at(f"{at}.type", f"must be json_schema; got {form.get('type')!r}")
+        raise InvalidRequest.wrong(f"{at}.type", one_of(("json_schema",)), form.get("type"))
     return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
 
 
@@ -205,7 +204,7 @@ def _chat_tool_choice(
     kind = choice.get("type")
     alone = choice.get("disable_parallel_tool_use")
     if alone is not None and not isinstance(alone, bool):
-        raise InvalidRequest.at("tool_choice.disable_parallel_tool_use", "must be true or false")
+        raise InvalidRequest.wrong("tool_choice.disable_parallel_tool_use", "true or false", alone)
     parallel = None if alone is None else not alone
     if kind == "tool":
         name = string_member(choice, "name", "tool_choice")

@@ -12,13 +12,13 @@ from werkzeug.exceptions import NotFound
 from gateway.api.batches.file_routes import (
     file_store,
     listed,
-    number_in_query,
     refuse_if_full,
 )
 from gateway.api.batches.requests import BatchCreateBody
 from gateway.api.batches.responses import BatchList, BatchObject, batch_list, batch_object
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
+from gateway.http.query import whole_number
 from gateway.http.route import INFERENCE, Parameter, Routes, json_response
 from gateway.service import Service
 from gateway.store.batch_database import TooMany, new_id
@@ -88,7 +88,7 @@ _INT = {"type": "integer", "minimum": 1, "maximum": MAX_LIST}
     ),
 )
 def batches(service: Service, context: RequestContext) -> Response:
-    limit = number_in_query("limit", DEFAULT_LIST, MAX_LIST)
+    limit = whole_number("limit", default=DEFAULT_LIST, least=1, most=MAX_LIST)
     owner, after = context.caller.owner, request.args.get("after")
     found = listed(file_store(service), lambda db: db.list_batches(owner, after, limit + 1))
     return json_response(batch_list(found, limit))

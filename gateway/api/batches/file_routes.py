@@ -18,6 +18,7 @@ from gateway.api.batches.responses import FileDeleted, FileList, FileObject, fil
 from gateway.api.batches.uploads import read_upload
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
+from gateway.http.query import choice, whole_number
 from gateway.http.route import Parameter, Routes, json_response
 from gateway.service import Service
 from gateway.store.batch_database import (
@@ -33,6 +34,7 @@ from gateway.store.batch_queries import NewFile, StoredFile
 from gateway.store.runs import DAY_S
 from gateway.store.sqlite_file import Store
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 routes = Routes("Files and batches", ErrorAnswer, scope="inference")
 ONE = "/v1/files/<file_id>"
@@ -104,7 +106,7 @@ def upload(service: Service, context: RequestContext) -> Response:
         on_failure.callback(sink.abandon)
         fields = read_upload(request.stream, request.content_type or "", max_bytes, sink)
         if fields.get("purpose") != INPUT_PURPOSE:
-            raise InvalidRequest.at("purpose", f"must be {INPUT_PURPOSE}")
+            raise InvalidRequest.wrong("purpose", one_of((INPUT_PURPOSE,)), fields.get("purpose"))
         expiry_s = file_expiry_s(fields)
         assert sink.file is not None
         kept_s = service.config.file_days * DAY_S if expiry_s is None else expiry_s
@@ -137,10 +139,8 @@ _INT = {"type": "integer", "minimum": 1, "maximum": MAX_LIST}
 )
 def files(service: Service, context: RequestContext) -> Response:
     store = file_store(service)
-    order = request.args.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest.at("order", "must be asc or desc")
-    limit = number_in_query("limit", MAX_LIST, MAX_LIST)
+    order = choice("order", ("asc", "desc"), default="desc")
+    limit = whole_number("limit", default=MAX_LIST, least=1, most=MAX_LIST)
     after, purpose = request.args.get("after"), request.args.get("purpose", "")
     owner, now = context.caller.owner, time.time()
     found = listed(
@@ -226,16 +226,6 @@ def _file(service: Service, context: RequestContext, file_id: str) -> StoredFile
     if file is None:
         raise NotFound(f"no file {file_id[:128]!r} is stored")
     return file
-
-
-def number_in_query(name: str, default: int, maximum: int) -> int:
-    """Return a parameter of the query, from 1 to `maximum`. Raises InvalidRequest."""
-    text = request.args.get(name)
-    if text is None:
-        return default
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:20]) <= maximum:
-        raise InvalidRequest.at(name, f"must be a number from 1 to {maximum}")
-    return int(text)
 
 
 def listed(store: Store[BatchDatabase], work: Callable[[BatchDatabase], T]) -> T:

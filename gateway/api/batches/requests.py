@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from protocol.shared.batches import BatchUrl
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86400
 """Bounds of `expires_after`, as in OpenAI's API."""
@@ -79,9 +80,8 @@ class BatchCreateBody(msgspec.Struct, frozen=True, kw_only=True):
         found = _WINDOW.fullmatch(self.completion_window)
         seconds = int(found[1]) * _UNIT_S[found[2]] if found else 0
         if not 0 < seconds <= MAX_WINDOW_S:
-            raise InvalidRequest.at(
-                "completion_window", "must be a time such as 24h, at most 30d (m, h or d)"
-            )
+            words = "a time such as 24h, at most 30d (m, h or d)"
+            raise InvalidRequest.wrong("completion_window", words, self.completion_window)
         return float(seconds)
 
 
@@ -92,11 +92,10 @@ def file_expiry_s(fields: Mapping[str, str]) -> float | None:
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise InvalidRequest.at("expires_after[anchor]", "must be created_at")
+        raise InvalidRequest.wrong("expires_after[anchor]", one_of(("created_at",)), anchor)
     text = seconds or ""
     is_number = text.isascii() and text.isdigit() and len(text) <= 9
     if not is_number or not MIN_EXPIRY_S <= int(text) <= MAX_EXPIRY_S:
-        raise InvalidRequest.at(
-            "expires_after[seconds]", f"must be a number from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}"
-        )
+        words = f"a whole number from {MIN_EXPIRY_S:,} to {MAX_EXPIRY_S:,}"
+        raise InvalidRequest.wrong("expires_after[seconds]", words, seconds)
     return float(text)

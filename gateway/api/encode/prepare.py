@@ -73,7 +73,7 @@ class EncodePreparation:
         if wanted is None:
             return None
         if wanted == 0:
-            raise InvalidRequest.at(TRUNCATE_FIELD, "must be at least 1, or -1")
+            raise InvalidRequest.wrong(TRUNCATE_FIELD, "at least 1, or -1", wanted)
         if wanted > self.max_tokens:
             raise InvalidRequest.at(
                 TRUNCATE_FIELD,
@@ -128,7 +128,7 @@ class EncodePreparation:
         found = []
         for ids, param in zip(inputs, params, strict=True):
             if not ids:
-                raise InvalidRequest.at(param, "must not be empty")
+                raise InvalidRequest.wrong(param, "a list of at least 1 token id", ids)
             check_token_ids(ids, self._model.card.vocab_size, param)
             kept = ids if self._truncation is None else ids[: self._truncation.tokens]
             if len(kept) > self.max_tokens:
@@ -194,7 +194,7 @@ def read_input(value: Any) -> tuple[list[str], None] | tuple[None, list[list[int
     if isinstance(value, str):
         return [value], None
     if not isinstance(value, list) or not value:
-        raise InvalidRequest.at("input", "must be a text, or a list that is not empty")
+        raise InvalidRequest.wrong("input", "a string, or a list that is not empty", value)
     if type(value[0]) is int:
         return None, [_ids(value, "input")]
     check_count(value, "input")
@@ -205,7 +205,9 @@ def read_input(value: Any) -> tuple[list[str], None] | tuple[None, list[list[int
 
 def _ids(value: Any, param: str) -> list[int]:
     if not isinstance(value, list) or any(type(item) is not int for item in value):
-        raise InvalidRequest.at(param, "must be a text or a list of token ids, as the first one is")
+        raise InvalidRequest.wrong(
+            param, "a string or a list of token ids, as the first item is", value
+        )
     return value
 
 
@@ -222,26 +224,25 @@ def read_texts(value: Any, param: str) -> list[str]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise InvalidRequest.at(param, "must be a text, or a list of texts that is not empty")
+        raise InvalidRequest.wrong(param, "a string, or a list of strings that is not empty", value)
     check_count(value, param)
     for place, item in enumerate(value):
         if not isinstance(item, str):
-            raise InvalidRequest.at(f"{param}[{place}]", "must be a text")
+            raise InvalidRequest.wrong(f"{param}[{place}]", "a string", item)
     return value
 
 
 def read_documents(value: Any) -> list[str]:
     """Return the texts of `documents`. Raises InvalidRequest naming the item."""
     if not isinstance(value, list) or not value:
-        raise InvalidRequest.at("documents", "must be a list that is not empty")
+        raise InvalidRequest.wrong("documents", "a list that is not empty", value)
     check_count(value, "documents")
     texts = []
     for place, item in enumerate(value):
         text = item.get("text") if isinstance(item, dict) else item
         if not isinstance(text, str):
-            raise InvalidRequest.at(
-                f"documents[{place}]", "must be a text, or an object with the member `text`"
-            )
+            words = "a string, or an object with a string as its member text"
+            raise InvalidRequest.wrong(f"documents[{place}]", words, item)
         texts.append(text)
     return texts
 

@@ -13,13 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.api.openai.requests import (
-    TEXT_SCHEMA,
-    GenerationBody,
-    Priority,
-    Timeout,
-    object_schema,
-)
+from gateway.api.openai.item_schemas import TEXT_SCHEMA, object_schema
+from gateway.api.openai.requests import GenerationBody, Priority, Timeout
 from gateway.http.text_fields import Label, Name, PromptText
 from protocol.engine.sampling import MAX_TOKENS
 

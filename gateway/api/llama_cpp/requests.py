@@ -35,6 +35,7 @@ from protocol.engine.sampling import (
     TokenId,
 )
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 SamplerText = Annotated[str, Meta(max_length=64)]
 AnySamplers = SamplerText | Annotated[list[SamplerText], Meta(max_length=32)]
@@ -142,9 +143,7 @@ def samplers_of(given: str | list[str] | None) -> list[PenaltyName | FilterName]
         if name in _WITHOUT_EFFECT:
             continue
         if name not in known:
-            raise InvalidRequest.at(
-                f"samplers[{place}]", f"{name!r} is not supported; samplers are {', '.join(known)}"
-            )
+            raise InvalidRequest.wrong(f"samplers[{place}]", one_of(known), name)
         order.append(msgspec.convert(known[name], PenaltyName | FilterName))
     return order
 

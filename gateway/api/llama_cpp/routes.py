@@ -96,8 +96,8 @@ def _of_drawn(prompt_request: PromptRequest) -> PromptRequest:
             for params in prompt_request.choices
         ]
     except ValueError as error:  # the message begins with the field's name
-        _, why = str(error).split(maxsplit=1)
-        raise InvalidRequest.at("logprobs_of", why) from None
+        _, _, problem = str(error).partition(": ")
+        raise InvalidRequest.at("logprobs_of", problem) from None
     return replace(prompt_request, choices=choices)
 
 
@@ -124,7 +124,8 @@ def apply_template(service: Service, context: RequestContext) -> Response:
 )
 def props(service: Service, context: RequestContext) -> Response:
     model = service.use(context, request.args.get("model")).model
-    (defaults,) = choices_of(OpenEndedCompletion(prompt=""), model.defaults, model.tokenizer)
+    values = model.defaults.for_temperature()
+    (defaults,) = choices_of(OpenEndedCompletion(prompt=""), values, model.tokenizer)
     return json_response(responses.properties_of(model, defaults))
 
 

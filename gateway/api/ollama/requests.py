@@ -12,17 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.encode.requests import Count, Texts
-from gateway.api.openai.requests import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
+from gateway.api.openai.item_schemas import (
     PARAMETERS_SCHEMA,
     TEXT_SCHEMA,
     TOOL_NAME_SCHEMA,
-    GenerationBody,
     JsonSchemaDict,
-    Stop,
     object_schema,
 )
+from gateway.api.openai.requests import MAX_MESSAGES, MAX_TOOLS, GenerationBody, Stop
 from gateway.http.text_fields import Label, Name, PromptText, TemplateText
 from protocol.engine.sampling import (
     MAX_TOKENS,

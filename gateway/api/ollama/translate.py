@@ -22,6 +22,7 @@ from gateway.api.openai.tools import is_hosted
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.http.json_values import as_object, check_depth
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")
@@ -63,8 +64,8 @@ def unloads(keep_alive: float | str | None) -> bool:
     it is not a duration."""
     if isinstance(keep_alive, str):
         if keep_alive and not _DURATION.fullmatch(keep_alive):
-            raise InvalidRequest.at(
-                "keep_alive", 'must be a number of seconds, or a duration such as "5m"'
+            raise InvalidRequest.wrong(
+                "keep_alive", 'a number of seconds, or a duration such as "5m"', keep_alive
             )
         return bool(keep_alive) and _ZERO.fullmatch(keep_alive) is not None
     return keep_alive == 0
@@ -96,7 +97,7 @@ def _check_tools(tools: Sequence[Any]) -> None:
     for place, tool in enumerate(tools):
         kind = tool.get("type", "function") if isinstance(tool, Mapping) else "function"
         if kind != "function" and not is_hosted(tool):  # those are left out with a warning
-            raise InvalidRequest.at(f"tools[{place}].type", f"must be 'function'; got {kind!r}")
+            raise InvalidRequest.wrong(f"tools[{place}].type", one_of(("function",)), kind)
 
 
 def prompted_chat(body: OllamaGenerateBody) -> ChatBody:
@@ -135,9 +136,7 @@ def _options(options: OllamaOptions) -> dict[str, Any]:
 def _thinking(think: bool | str | None) -> dict[str, Any]:
     if isinstance(think, str):
         if think not in EFFORTS:
-            raise InvalidRequest.at(
-                "think", f"must be true, false or one of {', '.join(EFFORTS)}; got {think!r}"
-            )
+            raise InvalidRequest.wrong("think", f"true, false or {one_of(EFFORTS)}", think)
         return {"reasoning_effort": think}
     return {"enable_thinking": think}
 
@@ -155,7 +154,7 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     if value == "json":
         return {"type": "json_object"}
     if not isinstance(value, Mapping):
-        raise InvalidRequest.at("format", 'must be "json" or a JSON Schema')
+        raise InvalidRequest.wrong("format", '"json" or a JSON Schema', value)
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": value}}
 
 
@@ -172,9 +171,7 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
         at = f"messages[{place}]"
         message = as_object(message, at)
         if message.get("role") not in ROLES:
-            raise InvalidRequest.at(
-                f"{at}.role", f"must be one of {', '.join(ROLES)}; got {message.get('role')!r}"
-            )
+            raise InvalidRequest.wrong(f"{at}.role", one_of(ROLES), message.get("role"))
         if message.get("images"):
             raise InvalidRequest.at(f"{at}.images", "this model reads text only")
         result = {"role": message["role"], "content": message.get("content")}
@@ -208,15 +205,17 @@ class _CallsWithoutResult:
         """Return the calls of the message at index `place` as a chat has them."""
         at = f"messages[{place}].tool_calls"
         if not isinstance(calls, list):
-            raise InvalidRequest.at(at, "must be a list")
+            raise InvalidRequest.wrong(at, "a list", calls)
         made = []
         self._open = []
         for index, call in enumerate(calls):
             call = as_object(call, f"{at}[{index}]")
-            function = as_object(call.get("function"), f"{at}[{index}]")
+            function = as_object(call.get("function"), f"{at}[{index}].function")
             arguments = function.get("arguments")
             if arguments is not None and not isinstance(arguments, Mapping):
-                raise InvalidRequest.at(f"{at}[{index}].function.arguments", "must be an object")
+                raise InvalidRequest.wrong(
+                    f"{at}[{index}].function.arguments", "an object", arguments
+                )
             own_id, name = call.get("id"), function.get("name")
             call_id = own_id or f"call_{place}_{index}"
             self._open.append(_CallWithoutResult(name, call_id, bool(own_id)))

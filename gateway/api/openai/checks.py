@@ -51,7 +51,7 @@ def check_chat(body: ChatBody) -> None:
 
 def check_batch(body: BatchBody, max_conversations: int) -> None:
     if body.stream:
-        raise InvalidRequest.at("stream", "must be false; batches cannot be streamed")
+        raise InvalidRequest.wrong("stream", "false, because batches cannot be streamed", True)
     if len(body.messages) > max_conversations:
         raise InvalidRequest.at(
             "messages",

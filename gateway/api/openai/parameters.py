@@ -70,9 +70,9 @@ def choices_of(
     try:
         return [_params(body, model, place, tokens) for place in range(body.n or 1)]
     except ValueError as error:  # the message begins with the field's name
-        field, rest = str(error).split(maxsplit=1)
+        field, _, problem = str(error).partition(": ")
         field = body.max_tokens_field if field == "max_tokens" else field
-        raise InvalidRequest(f"{field} {rest}", param=field) from None
+        raise InvalidRequest.at(field, problem) from None
 
 
 def token_fields(body: SamplingFields, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def bias_of_pairs(
     for place, (target, bias) in enumerate(pairs):
         param = f"logit_bias[{place}]"
         if bias is True:
-            raise InvalidRequest.at(f"{param}[1]", "must be a number, or false to ban the token")
+            raise InvalidRequest.wrong(f"{param}[1]", "a number, or false to ban the token", True)
         if isinstance(target, int):
             ids = [target]
         else:

@@ -183,7 +183,8 @@ class Preparation:
         body, model, plan = self.body, self.model, self.plan
         marks, inside = start.marks, start.inside
         new_counter = partial(ReasoningCounter, marks, starts_inside=inside) if marks else None
-        choices = choices_of(body, model.defaults, model.tokenizer)
+        defaults = model.defaults.for_temperature(body.temperature)
+        choices = choices_of(body, defaults, model.tokenizer)
         return PromptRequest(
             prompt.ids,
             choices,
@@ -219,6 +220,7 @@ class Preparation:
             format=start.bound.with_drafts() if has_grammar else start.bound,
             tools=plan.declared,
             starts_inside=start.inside,
+            continues_reasoning=start.thought,
             include_reasoning=self.body.include_reasoning is not False,
             parallel_tool_calls=self.plan.allows_many,
             calls_or_text=self.is_calls_or_form,
@@ -247,7 +249,8 @@ class Completion:
         self._prompts = prompts_of(body, max_prompts)
         fills_gap = bool(body.suffix) or files is not None
         ends = model.infill.ends if fills_gap and model.infill is not None else ()
-        choices = choices_of(body, model.defaults, model.tokenizer)
+        defaults = model.defaults.for_temperature(body.temperature)
+        choices = choices_of(body, defaults, model.tokenizer)
         self._options = read_options(body, choices[0], continues=True, end_token_ids=ends)
         if ends:
             choices = [with_stop_tokens(params, ends) for params in choices]

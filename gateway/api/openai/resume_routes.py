@@ -67,7 +67,8 @@ def read(service: Service, context: RequestContext, stream_id: str) -> Response:
         return resume_stream(service, context, stream_id, after=-1)
     event = read_event_id(last_event)
     if event is None or event[0] != stream_id:
-        raise InvalidRequest.at(LAST_EVENT_HEADER, "must be the id of an event of this stream")
+        words = "the id of an event of this stream"
+        raise InvalidRequest.wrong(LAST_EVENT_HEADER, words, last_event)
     return resume_stream(service, context, *event)
 
 

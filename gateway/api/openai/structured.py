@@ -45,6 +45,7 @@ from protocol.engine.grammar import (
 )
 from protocol.engine.schema_literals import SchemaPlace, check_literals
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 _LARK_START = "start:"
 _FORMATS: Mapping[str, Set[str]] = {
@@ -106,7 +107,7 @@ def _checked(form: AnswerForm) -> AnswerForm:
     try:
         check_grammar(Grammar(body=form.body))
     except InvalidRequest as error:
-        raise InvalidRequest(error.message, param=form.field) from None
+        raise InvalidRequest.at(form.field, error.message) from None
     return form
 
 
@@ -120,9 +121,7 @@ class FormReader:
         format = as_object(value, at)
         kind = format.get("type")
         if not isinstance(kind, str) or kind not in _FORMATS:
-            raise InvalidRequest.at(
-                f"{at}.type", f"must be one of {', '.join(_FORMATS)}; got {kind!r}"
-            )
+            raise InvalidRequest.wrong(f"{at}.type", one_of(_FORMATS), kind)
         if kind == "json_schema" and "json_schema" not in format and "schema" in format:
             flat = {name: member for name, member in format.items() if name != "type"}
             return self._named_schema(flat, at)  # llama.cpp's flat shape
@@ -142,7 +141,7 @@ class FormReader:
         inner = as_object(value, at)
         strict = inner.get("strict")
         if strict is not None and not isinstance(strict, bool):
-            raise InvalidRequest.at(f"{at}.strict", "must be true or false")
+            raise InvalidRequest.wrong(f"{at}.strict", "true or false", strict)
         self._note_unknown(inner, _SCHEMA_MEMBERS, at, strict=bool(strict))
         return self.schema(inner.get("schema"), f"{at}.schema", strict=bool(strict))
 
@@ -198,7 +197,7 @@ class FormReader:
 
     def json_object(self, value: Any, at: str) -> Body:
         if value is not True:
-            raise InvalidRequest.at(at, "must be true or absent")
+            raise InvalidRequest.wrong(at, "true or absent", value)
         return JsonObject()
 
     # ---- other forms
@@ -208,7 +207,7 @@ class FormReader:
 
     def choices(self, value: Any, at: str) -> Body:
         if not isinstance(value, list) or not value:
-            raise InvalidRequest.at(at, "must be a non-empty list")
+            raise InvalidRequest.wrong(at, "a list of at least 1 item", value)
         return ChoiceGrammar(
             choices=[_text(choice, f"{at}[{i}]") for i, choice in enumerate(value)]
         )
@@ -228,8 +227,9 @@ class FormReader:
         continue as one of the structures that start with the trigger."""
         value = as_object(_from_text(value, at), at)
         structures, triggers = value.get("structures"), value.get("triggers")
-        if not isinstance(structures, list) or not isinstance(triggers, list):
-            raise InvalidRequest.at(at, "must have the lists structures and triggers")
+        for name, member in (("structures", structures), ("triggers", triggers)):
+            if not isinstance(member, list):
+                raise InvalidRequest.wrong(f"{at}.{name}", "a list", member)
         return Structural(
             triggers=[_text(trigger, f"{at}.triggers[{i}]") for i, trigger in enumerate(triggers)],
             tags=[self._tag(tag, f"{at}.structures[{i}]") for i, tag in enumerate(structures)],
@@ -246,7 +246,7 @@ class FormReader:
 
 def _text(value: Any, at: str) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest.at(at, "must be a non-empty string")
+        raise InvalidRequest.wrong(at, "a string that is not empty", value)
     return value
 
 

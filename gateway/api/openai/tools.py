@@ -30,6 +30,7 @@ from gateway.formats.text_argument import ARGUMENT
 from gateway.http.json_values import as_object
 from protocol.engine.grammar import Body, Rules
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 Mode = Literal["none", "auto", "required", "named"]
 MODES = ("none", "auto", "required")
@@ -170,7 +171,7 @@ def _tool(tool: Any, at: str) -> _Tool:
     tool = as_object(tool, at)
     kind = tool.get("type", "function")
     if kind not in TOOL_TYPES:
-        raise InvalidRequest.at(f"{at}.type", f"must be 'function' or 'custom'; got {kind!r}")
+        raise InvalidRequest.wrong(f"{at}.type", one_of(("function", "custom")), kind)
     at = f"{at}.{kind}"
     member = as_object(tool.get(kind), at)
     if kind == "custom":
@@ -189,7 +190,7 @@ def _tool(tool: Any, at: str) -> _Tool:
 def _custom_tool(custom: Mapping[str, Any], at: str) -> _Tool:
     name, description = _name(custom, at), custom.get("description")
     if description is not None and not isinstance(description, str):
-        raise InvalidRequest.at(f"{at}.description", "must be a string")
+        raise InvalidRequest.wrong(f"{at}.description", "a string", description)
     grammar = _custom_grammar(custom.get("format"), f"{at}.format")
     words = [description] if description else []
     limits: dict[str, Any] = {}
@@ -236,15 +237,16 @@ def _custom_grammar(format: Any, at: str) -> _TextGrammar | None:
     if kind == "text":
         return None
     if kind != "grammar":
-        raise InvalidRequest.at(f"{at}.type", f"must be 'text' or 'grammar'; got {kind!r}")
+        raise InvalidRequest.wrong(f"{at}.type", one_of(("text", "grammar")), kind)
     at = f"{at}.grammar"
     grammar = as_object(format.get("grammar"), at)
     syntax, source = grammar.get("syntax"), grammar.get("definition")
     if not isinstance(syntax, str) or syntax not in SYNTAXES:
-        raise InvalidRequest.at(f"{at}.syntax", f"must be one of {', '.join(SYNTAXES)}")
+        raise InvalidRequest.wrong(f"{at}.syntax", one_of(SYNTAXES), syntax)
     at = f"{at}.definition"
     if not isinstance(source, str) or not 0 < len(source) <= MAX_GRAMMAR_CHARS:
-        raise InvalidRequest.at(at, f"must be a string of 1 to {MAX_GRAMMAR_CHARS:,} characters")
+        words = f"a string of 1 to {MAX_GRAMMAR_CHARS:,} characters"
+        raise InvalidRequest.wrong(at, words, source)
     try:
         return _TextGrammar(syntax, source, SYNTAXES[syntax](source))
     except NotConvertible as error:
@@ -257,9 +259,8 @@ def _custom_grammar(format: Any, at: str) -> _TextGrammar | None:
 def _name(function: Mapping[str, Any], at: str) -> str:
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest.at(
-            f"{at}.name", f"must be 1 to 128 characters of A-Z a-z 0-9 _ . : / -; got {name!r}"
-        )
+        words = "a string of 1 to 128 characters of A-Z a-z 0-9 _ . : / -"
+        raise InvalidRequest.wrong(f"{at}.name", words, name)
     return name
 
 
@@ -271,12 +272,11 @@ def _parameters(function: Mapping[str, Any], at: str) -> Mapping[str, Any] | Non
     ):
         value = function.get(field)
         if value is not None and not isinstance(value, kind):
-            raise InvalidRequest.at(f"{at}.{field}", f"must be {words}")
+            raise InvalidRequest.wrong(f"{at}.{field}", words, value)
     parameters = function.get("parameters")
     if parameters and parameters.get("type", "object") != "object":
-        raise InvalidRequest.at(
-            f"{at}.parameters.type", "must be 'object', because arguments have names"
-        )
+        words = f"{one_of(('object',))}, because arguments have names"
+        raise InvalidRequest.wrong(f"{at}.parameters.type", words, parameters["type"])
     return parameters
 
 
@@ -291,10 +291,8 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
         return "required", names
     kind = choice.get("type", "function") if isinstance(choice, Mapping) else None
     if kind not in CHOICE_TYPES:
-        raise InvalidRequest.at(
-            "tool_choice",
-            f"must be one of {', '.join(MODES)}, or an object of type {' or '.join(CHOICE_TYPES)}",
-        )
+        words = f"{one_of(MODES)}, or an object whose type is {one_of(CHOICE_TYPES)}"
+        raise InvalidRequest.wrong("tool_choice", words, choice)
     _check_has_tools(names)
     if kind == "allowed_tools":
         return _allowed(choice.get("allowed_tools"), names)
@@ -309,19 +307,19 @@ def _check_has_tools(names: Sequence[str]) -> None:
 def _allowed(value: Any, names: Sequence[str]) -> tuple[Mode, Sequence[str]]:
     at = "tool_choice.allowed_tools"
     if not isinstance(value, Mapping):
-        raise InvalidRequest.at(at, "must be an object with mode and tools")
+        raise InvalidRequest.wrong(at, "an object with mode and tools", value)
     mode, tools = value.get("mode"), value.get("tools")
     if mode != "auto" and mode != "required":
-        raise InvalidRequest.at(f"{at}.mode", f"must be auto or required; got {mode!r}")
+        raise InvalidRequest.wrong(f"{at}.mode", one_of(("auto", "required")), mode)
     if not isinstance(tools, list) or not tools:
-        raise InvalidRequest.at(f"{at}.tools", "must be a non-empty list")
+        raise InvalidRequest.wrong(f"{at}.tools", "a list of at least 1 item", tools)
     return mode, [_allowed_tool(tool, names, f"{at}.tools[{n}]") for n, tool in enumerate(tools)]
 
 
 def _allowed_tool(tool: Any, names: Sequence[str], at: str) -> str:
     kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
     if kind not in TOOL_TYPES:
-        raise InvalidRequest.at(f"{at}.type", f"must be 'function' or 'custom'; got {kind!r}")
+        raise InvalidRequest.wrong(f"{at}.type", one_of(("function", "custom")), kind)
     return _named(tool, names, at)
 
 
@@ -331,7 +329,7 @@ def _named(choice: Mapping[str, Any], names: Sequence[str], at: str) -> str:
     member = choice.get(kind)
     name = member.get("name") if isinstance(member, Mapping) else None
     if not isinstance(name, str) or name not in names:
-        raise InvalidRequest.at(at, f"must be one of {', '.join(names)}; got {name!r}")
+        raise InvalidRequest.wrong(at, one_of(names), name)
     return name
 
 

@@ -21,6 +21,7 @@ from gateway.api.responses.item_texts import NOTES, SERVICE_CALLS
 from gateway.api.responses.tools import response_tools
 from gateway.http.json_values import as_object
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
@@ -84,7 +85,7 @@ def input_items(value: str | Sequence[Any]) -> list[PlacedItem]:
         part = {"type": "input_text", "text": value}
         return [PlacedItem({"type": "message", "role": "user", "content": [part]}, "input")]
     if not value:
-        raise InvalidRequest.at("input", "must not be an empty list")
+        raise InvalidRequest.wrong("input", "a string, or a list of at least 1 item", value)
     places = [f"input[{place}]" for place in range(len(value))]
     return [PlacedItem(_checked(item, at), at) for item, at in zip(value, places, strict=True)]
 
@@ -132,7 +133,7 @@ def _checked(item: Any, at: str) -> Item:
     item = as_object(item, at)
     kind = item.get("type") or _kind_without_type(item)
     if not isinstance(kind, str) or kind not in _CHECKS:
-        raise InvalidRequest.at(f"{at}.type", f"must be one of {', '.join(_CHECKS)}; got {kind!r}")
+        raise InvalidRequest.wrong(f"{at}.type", one_of(_CHECKS), kind)
     if item.get("id") is not None:
         _text(item, "id", at)
     required, check = _CHECKS[kind]
@@ -154,7 +155,7 @@ def _kind_without_type(item: Mapping[str, Any]) -> str | None:
 def _message(item: Mapping[str, Any], at: str) -> None:
     role = item.get("role")
     if role not in ROLES:
-        raise InvalidRequest.at(f"{at}.role", f"must be one of {', '.join(ROLES)}; got {role!r}")
+        raise InvalidRequest.wrong(f"{at}.role", one_of(ROLES), role)
     _content(item.get("content"), f"{at}.content")
 
 
@@ -165,15 +166,15 @@ def _output(item: Mapping[str, Any], at: str) -> None:
     if isinstance(value, str):
         return
     if not isinstance(value, list):
-        raise InvalidRequest.at(at, "must be a string or a list of content parts")
+        raise InvalidRequest.wrong(at, "a string or a list of content parts", value)
     for place, part in enumerate(value):
         inner = f"{at}[{place}]"
         kind = as_object(part, inner).get("type")
         if kind in TEXT_PARTS:
             _text(part, "text", inner)
         elif kind not in OTHER_PARTS:
-            known = ", ".join((*TEXT_PARTS, *OTHER_PARTS))
-            raise InvalidRequest.at(f"{inner}.type", f"must be one of {known}; got {kind!r}")
+            known = (*TEXT_PARTS, *OTHER_PARTS)
+            raise InvalidRequest.wrong(f"{inner}.type", one_of(known), kind)
 
 
 def _shell_output(item: Mapping[str, Any], at: str) -> None:
@@ -227,28 +228,26 @@ def _content(value: Any, at: str) -> None:
 
 def _parts(value: Any, at: str, kinds: Sequence[str]) -> None:
     if not isinstance(value, list):
-        raise InvalidRequest.at(at, "must be a list of content parts")
+        raise InvalidRequest.wrong(at, "a list of content parts", value)
     for place, part in enumerate(value):
         inner = f"{at}[{place}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in kinds:
-            raise InvalidRequest.at(
-                f"{inner}.type",
-                f"must be {kinds[0]}, because this model reads text only; got {kind!r}",
-            )
+            words = f"{one_of(kinds[:1])}, because this model reads text only"
+            raise InvalidRequest.wrong(f"{inner}.type", words, kind)
         _text(part, "text", inner)
 
 
 def _list(item: Mapping[str, Any], field: str, at: str) -> list[Any]:
     value = item.get(field)
     if not isinstance(value, list):
-        raise InvalidRequest.at(f"{at}.{field}", "must be a list")
+        raise InvalidRequest.wrong(f"{at}.{field}", "a list", value)
     return value
 
 
 def _text(value: Mapping[str, Any], field: str, at: str) -> None:
     if not isinstance(value.get(field), str):
-        raise InvalidRequest.at(f"{at}.{field}", "must be a string")
+        raise InvalidRequest.wrong(f"{at}.{field}", "a string", value.get(field))
 
 
 _CHECKS: Mapping[str, tuple[Sequence[str], Callable[[Mapping[str, Any], str], None] | None]] = {

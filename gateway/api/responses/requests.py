@@ -15,21 +15,23 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.api.openai.requests import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
+from gateway.api.openai.item_schemas import (
     PARAMETERS_SCHEMA,
     TEXT_SCHEMA,
     TOOL_NAME_SCHEMA,
+    JsonSchemaDict,
+    object_schema,
+)
+from gateway.api.openai.requests import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
     CacheSalt,
     ChatBody,
     FormFields,
-    JsonSchemaDict,
     Object,
     Priority,
     Stop,
     Timeout,
-    object_schema,
     unsupported,
 )
 from gateway.http.json_values import check_depth

@@ -44,6 +44,7 @@ from gateway.api.responses.translate import Rendered, rendered
 from gateway.context import RequestContext
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.job import Job, RequestOptions
+from gateway.http.query import choice, whole_number
 from gateway.http.route import Parameter, Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service
@@ -275,7 +276,7 @@ def read(service: Service, context: RequestContext, response_id: str) -> Respons
         return json_response(record.body)
     if not body_of(record)["background"]:
         raise InvalidRequest.at("stream", "events are stored for background responses only")
-    after = _number("starting_after", default=-1, minimum=0, maximum=1 << 62)
+    after = whole_number("starting_after", default=-1, least=0, most=1 << 62)
     tail = RunTail(persistence.store, record.id, record.owner, after, persistence.window_s)
     return service.runner.stream_from(context, tail)
 
@@ -342,10 +343,8 @@ def _await_end(persistence: Persistence, record: StoredRecord) -> StoredRecord:
 def input_items(service: Service, context: RequestContext, response_id: str) -> Response:
     """List the items of the response's own request, without those of previous responses."""
     _, record = _stored(service, context, response_id)
-    order = request.args.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest.at("order", "must be asc or desc")
-    limit = _number("limit", default=20, minimum=1, maximum=100)
+    order = choice("order", ("asc", "desc"), default="desc")
+    limit = whole_number("limit", default=20, least=1, most=100)
     items = input_of(record)
     return json_response(
         page_of(items if order == "asc" else items[::-1], limit, request.args.get("after"))
@@ -366,15 +365,6 @@ def _get(persistence: Persistence, response_id: str, owner: str) -> StoredRecord
     if record is None:
         raise NotFound(f"no response {response_id!r} is stored")
     return record
-
-
-def _number(name: str, *, default: int, minimum: int, maximum: int) -> int:
-    text = request.args.get(name)
-    if text is None:
-        return default
-    if not text.isascii() or not text.isdigit() or not minimum <= int(text[:20]) <= maximum:
-        raise InvalidRequest.at(name, f"must be a number from {minimum} to {maximum}")
-    return int(text)
 
 
 def page_of(items: Sequence[Item], limit: int, after: str | None) -> ItemList:

@@ -25,6 +25,7 @@ from gateway.api.openai.tools import is_hosted
 from gateway.http.json_values import as_object
 from gateway.prompt.content import to_json
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 BETWEEN = "__"
 """Joins the names of a namespace and of a tool in it."""
@@ -142,23 +143,23 @@ class _Translation:
         elif kind in ("function", "custom"):
             self._add_named(tool, at)
         else:
-            words = f"must be one of {', '.join(TYPES)}; got {kind!r}"
-            raise InvalidRequest.at(f"{at}.type", words)
+            raise InvalidRequest.wrong(f"{at}.type", one_of(TYPES), kind)
 
     def _add_namespace(self, tool: Mapping[str, Any], at: str) -> None:
         name, description, tools = tool.get("name"), tool.get("description"), tool.get("tools")
         if not isinstance(name, str) or not name:
-            raise InvalidRequest.at(f"{at}.name", "must be a string that is not empty")
+            raise InvalidRequest.wrong(f"{at}.name", "a string that is not empty", name)
         if description is not None and not isinstance(description, str):
-            raise InvalidRequest.at(f"{at}.description", "must be a string")
+            raise InvalidRequest.wrong(f"{at}.description", "a string", description)
         if not isinstance(tools, list):
-            raise InvalidRequest.at(f"{at}.tools", "must be a list of tools")
+            raise InvalidRequest.wrong(f"{at}.tools", "a list of tools", tools)
         about = f"Tools of {name}: {description}" if description else ""
         for place, inner in enumerate(tools):
             inside = f"{at}.tools[{place}]"
             inner = as_object(inner, inside)
-            if inner.get("type") not in ("function", "custom"):
-                raise InvalidRequest.at(f"{inside}.type", "must be 'function' or 'custom'")
+            kind, kinds = inner.get("type"), ("function", "custom")
+            if kind not in kinds:
+                raise InvalidRequest.wrong(f"{inside}.type", one_of(kinds), kind)
             shown = self._add_named(inner, inside, namespace=name, about=about)
             about = "" if shown else about
 

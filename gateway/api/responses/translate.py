@@ -41,6 +41,7 @@ from gateway.formats.events import OutputWarning
 from gateway.generation.request import PromptRequest
 from gateway.served_model import ServedModel
 from protocol.wire.errors import ContextTooLong, InvalidRequest
+from protocol.wire.field_words import one_of
 
 _TRANSLATED = frozenset(
     {
@@ -48,6 +49,7 @@ _TRANSLATED = frozenset(
         *("stream", "stream_options", "tools", "tool_choice", "reasoning", "top_logprobs"),
     }
 )
+
 _COMMON = frozenset(ResponsesBody.__struct_fields__) & frozenset(ChatBody.__struct_fields__)
 COPIED_FIELDS = _COMMON - _TRANSLATED
 """Fields that both requests have with the same meaning. They are copied."""
@@ -166,8 +168,7 @@ def _chosen(tool: Any, at: str) -> Any:
     if kind in CLIENT_TOOLS:
         kind, name = "function", kind
     if kind not in ("function", "custom"):
-        words = f"must be one of {', '.join((*CHOICE_TYPES, *CLIENT_TOOLS))}; got {kind!r}"
-        raise InvalidRequest.at(f"{at}.type", words)
+        raise InvalidRequest.wrong(f"{at}.type", one_of((*CHOICE_TYPES, *CLIENT_TOOLS)), kind)
     if isinstance(name, str):
         name = qualified(tool.get("namespace"), name)
     return {"type": kind, kind: {"name": name}}
@@ -180,9 +181,7 @@ def _response_format(format: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     kind = format.get("type")
     if kind not in _FORMATS:
-        raise InvalidRequest.at(
-            "text.format.type", f"must be one of {', '.join(_FORMATS)}; got {kind!r}"
-        )
+        raise InvalidRequest.wrong("text.format.type", one_of(_FORMATS), kind)
     if kind != "json_schema":
         return dict(format)
     return {"type": kind, "json_schema": {k: v for k, v in format.items() if k != "type"}}

@@ -141,8 +141,8 @@ def choices_of(sampling: GenerateSampling, model: ServedModel) -> list[SamplingP
             for place in range(sampling.n or 1)
         ]
     except ValueError as error:  # the message starts with the field's name
-        field = _FIELD.match(str(error))[0]  # type: ignore[index]  # matches any text
-        raise InvalidRequest(f"{SAMPLING}.{error}", param=f"{SAMPLING}.{field}") from None
+        field, _, problem = str(error).partition(": ")
+        raise InvalidRequest.at(f"{SAMPLING}.{field}", problem) from None
 
 
 def grammar_of(body: GenerateBody, model: ServedModel) -> Grammar | None:
@@ -209,6 +209,7 @@ def _parsers(body: GenerateBody, model: ServedModel) -> OutputParserFactory:
         answer = AnswerOptions(
             format=start.bound.with_drafts() if has_grammar else start.bound,
             starts_inside=start.inside,
+            continues_reasoning=start.thought,
             calls_or_text=grammar is not None and grammar.calls is not None,
         )
     return ParserFactory(model.tokenizer, msgspec.structs.replace(options, continues=False), answer)

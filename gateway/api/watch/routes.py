@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flask import Response, request
+from flask import Response
 
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.api.watch.responses import TimelineAnswer
@@ -10,16 +10,15 @@ from gateway.api.watch.timelines import timeline_answer
 from gateway.context import RequestContext
 from gateway.http import sse
 from gateway.http.client_socket import Outlet
+from gateway.http.query import whole_number
 from gateway.http.route import READING, Parameter, Routes, Stream, json_response
 from gateway.observe.watch import WatchPoller
 from gateway.service import Service
 from protocol.shared.watch import WatchFrame
-from protocol.wire.errors import InvalidRequest
 
 routes = Routes("Operators", ErrorAnswer)
 MAX_FRAMES = 1_000_000
 """Most frames of one stream: those of eleven days."""
-_DIGITS = 8
 
 
 @routes.get(
@@ -55,18 +54,9 @@ def timeline(service: Service, context: RequestContext, request_id: str) -> Resp
     ),
 )
 def watch(service: Service, context: RequestContext) -> Response:
-    stream = WatchStream(service.watch, _max_frames(request.args.get("frames")))
+    num_frames = whole_number("frames", default=MAX_FRAMES, least=1, most=MAX_FRAMES)
+    stream = WatchStream(service.watch, num_frames)
     return service.runner.stream_from(context, stream)
-
-
-def _max_frames(text: str | None) -> int:
-    """Return the query parameter `frames`. Raises InvalidRequest."""
-    if text is None:
-        return MAX_FRAMES
-    is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
-    if not is_number or not 1 <= int(text) <= MAX_FRAMES:
-        raise InvalidRequest.at("frames", f"must be a whole number from 1 to {MAX_FRAMES:,}")
-    return int(text)
 
 
 class WatchStream:

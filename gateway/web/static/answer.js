@@ -1,7 +1,7 @@
 // Streams one answer of the model into a message object, which the views show.
 //
-// A message: { id, role, content, reasoning, calls, logprobs, tokenIds, finish, usage, timings, ...
-// } calls: [{ id, name, args }], where `args` is the JSON text that has arrived so far.
+// A message: { id, role, content, made, reasoning, calls, logprobs, tokenIds, finish, usage, timings,
+// ... } made: when, in ms. calls: [{ id, name, args }], where `args` is the JSON text that has arrived.
 
 import { streamEvents } from "./api.js";
 import { fetchModels, isAsleep } from "./models.js";
@@ -16,9 +16,11 @@ const FINISHED = {
   stopped: "Stopped.",
   interrupted: "The page was closed before the answer was complete.",
 };
+const CUT = new Set(Object.keys(FINISHED)); // ends after which the model had more to say
 
 export function newMessage(role, content = "") {
-  return { id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, role, content };
+  const made = Date.now();
+  return { id: crypto.randomUUID?.() ?? `${made}-${Math.random()}`, role, content, made };
 }
 
 /** Return an empty answer. It keeps the model and the settings, so its request can be shown. */
@@ -34,6 +36,25 @@ export function newAnswer(model, settings) {
     isLoading: false, // waits until its model is loaded
     hasLoaded: false, // has waited for that
   };
+}
+
+/** Return whether an answer ended before the model had finished it, in a text that can go on. */
+export function canContinue({ finish, error, content, reasoning, calls }) {
+  const wasCut = CUT.has(finish) || Boolean(error);
+  return wasCut && Boolean(content.trim() || reasoning) && !calls.length;
+}
+
+/**
+ * Prepare an answer for the rest of its text. Its tokens are counted on; its times and speed will be
+ * those of the rest. Blanks at its end are dropped: they are part of the next word's token, so the
+ * model writes them again.
+ */
+export function reopen(message) {
+  const name = message.content.trim() ? "content" : "reasoning";
+  message[name] = message[name].replace(/[ \t]+$/, "");
+  if (name === "reasoning") message.content = "";
+  for (const fact of ["error", "usage", "timings", "firstMs", "lastMs"]) delete message[fact];
+  Object.assign(message, { finish: null, hasLoaded: false, tokensBefore: message.tokens });
 }
 
 /**
@@ -76,7 +97,7 @@ function applyChunk(message, chunk, nowMs) {
   message.isLoading = false;
   if (chunk.usage) {
     message.usage = chunk.usage;
-    message.tokens = chunk.usage.completion_tokens;
+    message.tokens = (message.tokensBefore ?? 0) + chunk.usage.completion_tokens;
   }
   if (chunk.timings) message.timings = chunk.timings;
   if (chunk.warnings) message.warnings = chunk.warnings.map((warning) => warning.message);
@@ -111,11 +132,12 @@ function plainError({ message, status, code, param, requestId, retryAfterS, help
 /** Return the token counts and speeds of an answer, in words: ["42 tokens", "31.5 tokens/s"]. */
 export function describeSpeed(message) {
   const { timings, usage, tokens, firstMs, lastMs } = message;
+  const streamed = tokens - (message.tokensBefore ?? 0);
   const facts = [];
   if (tokens) facts.push(`${counted(tokens)} token${tokens === 1 ? "" : "s"}`);
   const perSecond =
     timings?.predicted_per_second ??
-    (tokens > 1 && lastMs > firstMs ? ((tokens - 1) / (lastMs - firstMs)) * 1000 : null);
+    (streamed > 1 && lastMs > firstMs ? ((streamed - 1) / (lastMs - firstMs)) * 1000 : null);
   if (perSecond) facts.push(`${perSecond.toFixed(perSecond < 100 ? 1 : 0)} tokens/s`);
   const first = describeFirstToken(message);
   if (first) facts.push(`first token after ${first}`);

@@ -40,16 +40,16 @@ const announcer = document.getElementById("announcer");
 let current = null; // { id, unmount, onPath }
 let visit = 0;
 
-// ---- addresses: /#chat/ID, /#compare, /#watch/ID and /docs#OPERATION
+// ---- addresses: /#chat/ID, /#compare, /#watch/ID and /reference#OPERATION
 
 function addressOf(id, path = "") {
-  if (id === "docs") return new URL(path ? `docs#${path}` : "docs", HOME);
+  if (id === "docs") return new URL(path ? `reference#${path}` : "reference", HOME);
   return new URL(path ? `#${id}/${path}` : `#${id}`, HOME);
 }
 
 function place() {
   const fragment = decodeURIComponent(location.hash.slice(1));
-  if (location.pathname.endsWith("/docs")) return { id: "docs", path: fragment };
+  if (location.pathname.endsWith("/reference")) return { id: "docs", path: fragment };
   const [id, ...rest] = fragment.split("/");
   return TABS.some((tab) => tab.id === id && id !== "docs")
     ? { id, path: rest.join("/") }
@@ -272,6 +272,7 @@ document
   .getElementById("tabs")
   .append(
     ...TABS.map(({ id, label }) => h("a", { href: addressOf(id).href, "data-tab": id }, label)),
+    h("a", { href: new URL("docs/", HOME).href }, "Guide"),
   );
 document.getElementById("actions").append(
   keyButton(),

@@ -10,25 +10,23 @@ import {
   fillModelSelect,
   knownModels,
   MODEL_CHOSEN,
-  stateOf,
   takeChosenModel,
 } from "./models.js";
 import { messageView } from "./message-view.js";
+import { Panels } from "./panels.js";
 import { chats } from "./session.js";
 import { describeSettings, SettingsForm } from "./settings.js";
 import { readDraft, writeDraft } from "./store.js";
+import { versionsOf } from "./versions.js";
+import { welcome } from "./welcome.js";
 
-const SUGGESTIONS = [
-  "Name three fruits, with a table of their colours.",
-  "Write a haiku about the sea.",
-  "Explain what a tide is to a child.",
-];
 const NO_CONVERSATION =
   "This browser has no conversation with this address. It was deleted, or is in another browser.";
 const RETRY_S = 1;
 const NEAR_END_PX = 80;
 const ANNOUNCED_CHARS = 2000;
-const WIDE = matchMedia("(min-width: 1100px)");
+
+const isAnswer = ({ role }) => role === "assistant";
 
 export async function mount(root, context) {
   await Promise.all([loadStyle("chat.css"), chats.open()]);
@@ -84,16 +82,16 @@ class ChatTab {
     this.changed = h("p", { class: "changed" });
     this.form = new SettingsForm({}, () => this.saveSettings());
     const composer = h("form", { class: "composer" }, this.input, this.sendButton);
-    const settingsButton = iconButton("sliders", "Settings", () => this.toggle("settings"), {
+    const settingsButton = iconButton("sliders", "Settings", () => this.panels.toggle("settings"), {
       title: "Settings (Alt + S)",
       "aria-expanded": "false",
       "aria-controls": "chat-settings",
     });
-    const listButton = iconButton("menu", "Conversations", () => this.toggle("list"), {
+    const listButton = iconButton("menu", "Conversations", () => this.panels.toggle("list"), {
       "aria-expanded": "false",
       "aria-controls": "chat-list",
     });
-    this.panels = {
+    const panels = {
       list: {
         element: h(
           "aside",
@@ -110,13 +108,14 @@ class ChatTab {
             "div",
             { class: "side-head" },
             h("h2", {}, "Settings"),
-            iconButton("close", "Close the settings", () => this.toggle("settings", false)),
+            iconButton("close", "Close the settings", () => this.panels.toggle("settings", false)),
           ),
           this.form.element,
         ),
         button: settingsButton,
       },
     };
+    this.panels = new Panels(this.root, panels, this.abort.signal);
     const column = h(
       "section",
       { class: "column" },
@@ -144,13 +143,13 @@ class ChatTab {
         h("p", { class: "hint muted" }, "Conversations stay in this browser."),
       ),
     );
-    const shade = h("div", { class: "shade", onclick: () => this.closePanels() });
+    const shade = h("div", { class: "shade", onclick: () => this.panels.close() });
     fill(
       this.root,
       h("h1", { class: "visually-hidden" }, "Chat"),
-      this.panels.list.element,
+      panels.list.element,
       column,
-      this.panels.settings.element,
+      panels.settings.element,
       shade,
     );
     composer.addEventListener("submit", (event) => {
@@ -176,7 +175,6 @@ class ChatTab {
     on(window, KEY_CHANGED, () => this.loadModels());
     on(window, MODEL_CHOSEN, () => this.openChosen());
     on(document, "visibilitychange", () => document.hidden || this.loadModels());
-    on(WIDE, "change", () => this.closePanels());
   }
 
   async start() {
@@ -222,7 +220,7 @@ class ChatTab {
   openConversation(conversation) {
     this.conversation = conversation;
     this.context.setPath(chats.get(conversation.id) ? conversation.id : "");
-    this.closePanels({ onlyOver: true });
+    this.panels.close({ onlyOver: true });
     this.showProblem(null);
     this.showModels();
     this.list.draw(conversation);
@@ -267,6 +265,7 @@ class ChatTab {
   onEnd({ conversation, message }) {
     if (conversation !== this.conversation) return;
     this.drawChanged();
+    for (const each of conversation.messages) this.drawMessage(each); // their versions are unlocked
     const text = message.error?.message ?? (message.content || "The answer has no text.");
     this.context.announce(text.slice(0, ANNOUNCED_CHARS));
     this.list.draw(conversation);
@@ -324,7 +323,7 @@ class ChatTab {
       ...(words.length
         ? [
             h("span", {}, `Settings: ${words.join(", ")}`),
-            action("Change", () => this.toggle("settings", true)),
+            action("Change", () => this.panels.toggle("settings", true)),
             action("Use the defaults", () => this.form.reset()),
           ]
         : []),
@@ -354,6 +353,8 @@ class ChatTab {
     const actions = {
       edit: (message, text) => this.tryTo(() => chats.edit(this.conversation, message, text)),
       retry: (message) => this.tryTo(() => chats.retry(this.conversation, message)),
+      goOn: () => this.tryTo(() => chats.goOn(this.conversation)),
+      showVersion: (message, by) => this.showVersion(message, by),
       answerCalls: (results) => this.tryTo(() => chats.answerCalls(this.conversation, results)),
       curl: (message) => chatCurl(streamed(chats.bodyOf(this.conversation, message))),
       python: (message) => asPython(chats.bodyOf(this.conversation, message)),
@@ -373,9 +374,25 @@ class ChatTab {
   }
 
   drawMessage(message) {
-    const isLast = message === this.conversation.messages.at(-1);
-    if (message.role === "assistant")
-      this.views.get(message.id)?.update({ isLast, isRunning: isLast && this.isRunning });
+    const { conversation, isRunning } = this;
+    const isLast = message === conversation.messages.at(-1);
+    const versions = versionsOf(conversation, message);
+    this.views.get(message.id)?.update({
+      isLast,
+      isRunning: isLast && isRunning,
+      isLocked: isRunning,
+      version: versions.indexOf(message),
+      versions: versions.length,
+    });
+  }
+
+  showVersion(message, by) {
+    const shown = message && chats.showVersion(this.conversation, message, by);
+    if (!shown) return;
+    const { picker, element } = this.views.get(shown.id);
+    picker.focus();
+    element.scrollIntoView({ block: "nearest" });
+    this.context.announce(`${picker.element.getAttribute("aria-label")}.`);
   }
 
   /** Draw what an answer in progress has changed: the last message. */
@@ -389,24 +406,9 @@ class ChatTab {
 
   drawEmpty() {
     if (this.conversation.messages.length) return;
-    const model = this.modelEntry();
-    const size = model ? `${model.max_model_len.toLocaleString("en")} tokens` : "";
-    const facts = [model?.id, size, stateOf(model)].filter(Boolean).join(" · ");
     fill(
       this.thread,
-      h(
-        "div",
-        { class: "empty" },
-        h("h2", {}, "What do you want to ask?"),
-        h("p", { class: "muted" }, facts),
-        h(
-          "div",
-          { class: "suggestions" },
-          SUGGESTIONS.map((text) =>
-            h("button", { type: "button", class: "button", onclick: () => this.send(text) }, text),
-          ),
-        ),
-      ),
+      welcome(this.modelEntry(), (text) => this.send(text)),
     );
   }
 
@@ -449,12 +451,15 @@ class ChatTab {
   onKey(event) {
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
       if (this.isRunning) this.stop();
-      else this.closePanels({ onlyOver: true });
+      else this.panels.close({ onlyOver: true });
     }
+    const lastAnswer = () => this.conversation.messages.findLast(isAnswer);
     const run = {
       KeyN: () => this.create(),
       KeyR: () => this.retryLast(),
-      KeyS: () => this.toggle("settings"),
+      KeyS: () => this.panels.toggle("settings"),
+      Comma: () => this.showVersion(lastAnswer(), -1),
+      Period: () => this.showVersion(lastAnswer(), 1),
     }[event.code];
     if (event.altKey && !event.ctrlKey && run) {
       event.preventDefault();
@@ -477,19 +482,5 @@ class ChatTab {
         this.views.get(last.id).startEdit();
       }
     }
-  }
-
-  /** Show or hide a panel. On a small screen it lies over the thread, and gets the focus. */
-  toggle(name, isOpen = !this.root.classList.contains(`${name}-open`)) {
-    this.root.classList.toggle(`${name}-open`, isOpen);
-    const { element, button } = this.panels[name];
-    button.setAttribute("aria-expanded", String(isOpen));
-    if (isOpen) element.querySelector("button, input, textarea, select")?.focus();
-    else if (element.contains(document.activeElement)) button.focus();
-  }
-
-  closePanels({ onlyOver = false } = {}) {
-    for (const name of Object.keys(this.panels))
-      if (!onlyOver || !WIDE.matches) this.toggle(name, false);
   }
 }

@@ -2,7 +2,7 @@
 
 import { BASE, errorBox, getJson } from "./api.js";
 import { fill, h, loadStyle } from "./dom.js";
-import { codeBlock } from "./markdown.js";
+import { codeBlock } from "./code-block.js";
 import { fetchModels } from "./models.js";
 import { exampleOf, resolve, schemaView, typeName } from "./schema.js";
 import { tryForm } from "./try-it.js";
@@ -132,7 +132,7 @@ class Reference {
     const { operationId: id, path, method, summary } = operation;
     const badge = () =>
       h("span", { class: `method ${method}` }, method === "delete" ? "DEL" : method.toUpperCase());
-    const address = new URL(`docs#${id}`, BASE).href;
+    const address = new URL(`reference#${id}`, BASE).href;
     const parts = path.split(/(?=[/_])/).map((part) => [h("wbr"), part]); // a long path breaks here
     const link = h("li", {}, h("a", { href: address }, badge(), h("span", {}, parts)));
     const head = h(

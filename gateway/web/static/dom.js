@@ -34,6 +34,7 @@ export function fill(element, ...children) {
 }
 
 const ICONS = {
+  back: "M15 6l-6 6 6 6",
   check: "M5 13l4 4L19 7",
   chevron: "M9 6l6 6-6 6",
   close: "M6 6l12 12M18 6L6 18",

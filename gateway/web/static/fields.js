@@ -4,7 +4,15 @@
 import { getJson } from "./api.js";
 import { resolve } from "./schema.js";
 
-/** label: as in the form. unit: what the arrow keys add. fallback: shown if the model has no default. */
+/** The most tokens of an answer if the user sets none: a small model may repeat itself forever. */
+export const USUAL_MAX_TOKENS = 1024;
+
+/**
+ * label     as in the form
+ * unit      what the arrow keys add
+ * fallback  what applies if neither the user nor the model sets it: a number, or words
+ * isRare    whether the form shows it among "More samplers" only
+ */
 export const NUMBERS = [
   { name: "temperature", label: "Temperature", unit: 0.1, about: "0: always the likeliest token" },
   { name: "top_p", label: "Top p", unit: 0.05 },
@@ -13,8 +21,26 @@ export const NUMBERS = [
   { name: "frequency_penalty", label: "Frequency penalty", unit: 0.1 },
   { name: "presence_penalty", label: "Presence penalty", unit: 0.1 },
   { name: "repetition_penalty", label: "Repetition penalty", unit: 0.05, about: "1: none" },
-  { name: "max_tokens", label: "Max tokens", unit: 1, fallback: "all that fit" },
+  { name: "max_tokens", label: "Max tokens", unit: 1, fallback: USUAL_MAX_TOKENS },
   { name: "seed", label: "Seed", unit: 1, fallback: "random" },
+  ...[
+    { name: "typical_p", label: "Typical p", unit: 0.05, fallback: 1, about: "1: off" },
+    { name: "top_n_sigma", label: "Top n sigma", unit: 0.1, fallback: 0, about: "0: off" },
+    { name: "dynatemp_range", label: "Dynatemp range", unit: 0.1, fallback: 0, about: "0: off" },
+    { name: "dynatemp_exponent", label: "Dynatemp exponent", unit: 0.1, fallback: 1 },
+    { name: "xtc_probability", label: "XTC probability", unit: 0.05, fallback: 0, about: "0: off" },
+    { name: "xtc_threshold", label: "XTC threshold", unit: 0.05, fallback: 0.1 },
+    { name: "dry_multiplier", label: "DRY multiplier", unit: 0.1, fallback: 0, about: "0: off" },
+    { name: "dry_base", label: "DRY base", unit: 0.05, fallback: 1.75 },
+    { name: "dry_allowed_length", label: "DRY allowed length", unit: 1, fallback: 2 },
+    {
+      name: "dry_penalty_last_n",
+      label: "DRY last tokens",
+      unit: 1,
+      fallback: -1,
+      about: "-1: all",
+    },
+  ].map((field) => ({ ...field, isRare: true })),
 ];
 export const STOP = { name: "stop", label: "Stop sequences" };
 

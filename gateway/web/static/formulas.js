@@ -1,5 +1,5 @@
-// Finds the formulas in markdown: $...$, $$...$$, \(...\) and \[...\]. They are shown as they were written,
-// so that the backslashes and underscores in them are not taken for markdown.
+// Finds the formulas in markdown: $...$, $$...$$, \(...\) and \[...\]. The backslashes and underscores
+// in them are not markdown.
 
 /** The start of a formula that has lines of its own -> its end. */
 const DISPLAYS = { $$: "$$", "\\[": "\\]" };
@@ -7,17 +7,18 @@ const MAX_DISPLAY_LINES = 64;
 const DISPLAY = /^ {0,3}(\$\$|\\\[)/;
 
 /** Return the line after the formula that begins at a line, or null. It has no empty line in it, and at
- * most MAX_DISPLAY_LINES. */
+ * most MAX_DISPLAY_LINES. A formula whose end has not arrived yet goes on to the last line. */
 export function displayEnd(lines, at) {
   const start = lines[at].match(DISPLAY);
   if (!start) return null;
   const end = DISPLAYS[start[1]];
   const last = Math.min(lines.length, at + MAX_DISPLAY_LINES);
-  for (let next = at; next < last && lines[next].trim(); next += 1) {
+  for (let next = at; next < last; next += 1) {
+    if (!lines[next].trim() && next < lines.length - 1) return null;
     const text = next === at ? lines[at].slice(start[0].length) : lines[next];
     if (text.includes(end)) return text.trimEnd().endsWith(end) ? next + 1 : null;
   }
-  return null;
+  return last === lines.length ? last : null;
 }
 
 /** The start of a formula in a line -> its end. The longest start comes first. */
@@ -38,4 +39,15 @@ export function formulaEnd(text, at, failed) {
   if (close.exec(text)) return close.lastIndex;
   failed.add(start);
   return null;
+}
+
+const WHOLE = /^\s*(?:\$\$([^]+)\$\$|\\\[([^]+)\\\]|\\\(([^]+)\\\)|\$([^]+)\$)\s*$/;
+
+/** Return { tex, isDisplay } of a formula as it was written, or null if its end is missing. */
+export function formulaParts(source) {
+  const found = source.match(WHOLE);
+  if (!found) return null;
+  const [, dollars, brackets, round, dollar] = found;
+  const tex = (dollars ?? brackets ?? round ?? dollar).trim();
+  return { tex, isDisplay: (dollars ?? brackets) !== undefined };
 }

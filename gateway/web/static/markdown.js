@@ -1,53 +1,83 @@
-// Renders the markdown that models write: headings, lists, tables, quotes, code, emphasis and
-// links.
+// Renders the markdown that models write: headings, lists, tables, quotes, code, formulas and text.
 //
 // The text comes from a model, so it is hostile. It only ever becomes text nodes and the elements
-// that this file creates. HTML in it is shown as text. Links lead to http, https and mailto
-// addresses only, and pictures are shown as links, because loading one would send data to another
-// host.
-//
-// Formulas ($...$, $$...$$, \(...\) and \[...\]) are shown as they were written, so that the backslashes
-// and underscores in them are not taken for markdown.
+// that this file and those it imports create. HTML in it is shown as text. Links lead to http, https
+// and mailto addresses only, and pictures are shown as links, because loading one would send data to
+// another host.
 //
 // The time is proportional to the length of the text: searches that fail are not repeated, and
-// nesting deeper than MAX_DEPTH is shown as it is.
+// nesting deeper than MAX_DEPTH is shown as it is. While a text grows, only its end is read and
+// rendered again.
 
-import { copyButton, h } from "./dom.js";
-import { displayEnd, formulaEnd } from "./formulas.js";
+import { CodeBlock } from "./code-block.js";
+import { h } from "./dom.js";
+import { formulaElement } from "./formula-view.js";
+import { displayEnd } from "./formulas.js";
+import { inline, MAX_DEPTH } from "./inline.js";
 
-const MAX_DEPTH = 12;
-const SAFE_PROTOCOLS = new Set(["http:", "https:", "mailto:"]);
+/** The last blocks of a text may still change: a line that follows can belong to the last one, or turn
+ * it into lines of the one before it. */
+const NUM_OPEN = 2;
 
-/** An element whose content is markdown that grows. Blocks that have not changed are kept. */
+/** An element whose content is markdown that grows. */
 export class MarkdownView {
   constructor() {
     this.element = h("div", { class: "markdown" });
-    this.keys = [];
+    this.parts = new Parts(this.element);
+    this.settled = ""; // the text of the blocks that will not change
+    this.numSettled = 0;
   }
 
   /** Show `text` instead of the text shown so far. */
   update(text) {
-    const blocks = splitBlocks(text.replace(/\r\n?/g, "\n").split("\n"));
-    blocks.forEach((block, place) => {
-      const key = `${block.type}\n${block.lines.join("\n")}`;
-      if (this.keys[place] === key) return;
-      const node = renderBlock(block, 0);
-      if (place < this.element.children.length) this.element.children[place].replaceWith(node);
-      else this.element.append(node);
-      this.keys[place] = key;
-    });
-    while (this.element.children.length > blocks.length) this.element.lastElementChild.remove();
-    this.keys.length = blocks.length;
+    const whole = text.replace(/\r\n?/g, "\n");
+    if (!whole.startsWith(this.settled)) {
+      this.settled = "";
+      this.numSettled = 0;
+    }
+    const lines = whole.slice(this.settled.length).split("\n");
+    const blocks = splitBlocks(lines);
+    this.parts.update(blocks, (block) => renderBlock(block, 0), this.numSettled);
+    const numNew = blocks.length - NUM_OPEN;
+    if (numNew <= 0) return;
+    const before = lines.slice(0, blocks[numNew].at);
+    const length = before.reduce((sum, line) => sum + line.length + 1, 0);
+    this.settled = whole.slice(0, this.settled.length + length);
+    this.numSettled += numNew;
   }
 }
 
-/** Return the address if a link may lead there, otherwise null. */
-export function safeAddress(text) {
-  try {
-    const address = new URL(text);
-    return SAFE_PROTOCOLS.has(address.protocol) ? address.href : null;
-  } catch {
-    return null;
+/**
+ * The children of an element, made of { type, lines } in the same order. Those that have not changed are
+ * kept, and those that can grow do so.
+ */
+class Parts {
+  constructor(element) {
+    this.element = element;
+    this.shown = []; // { type, key, node, grow }
+  }
+
+  /** Show `items` from the place `first` on. `render(item)` returns a node or { node, grow }: grow(lines)
+   * changes the node to show these lines instead, and returns false if it cannot. */
+  update(items, render, first = 0) {
+    items.forEach(({ type, lines }, index) => {
+      const place = first + index;
+      const key = lines.join("\n");
+      const old = this.shown[place];
+      if (old?.type === type) {
+        if (old.key === key) return;
+        if (old.grow?.(lines)) {
+          old.key = key;
+          return;
+        }
+      }
+      const made = render({ type, lines });
+      const { node, grow } = made instanceof Node ? { node: made } : made;
+      if (old) old.node.replaceWith(node);
+      else this.element.append(node);
+      this.shown[place] = { type, key, node, grow };
+    });
+    for (const { node } of this.shown.splice(first + items.length)) node.remove();
   }
 }
 
@@ -64,7 +94,7 @@ const MAX_COLUMNS = 64;
 const isBlank = (line) => line.trim() === "";
 const indentOf = (line) => line.length - line.trimStart().length;
 
-/** Return the blocks of one level: { type, lines, ... }. */
+/** Return the blocks of one level: { type, lines, at }, where `at` is the place of the first line. */
 function splitBlocks(lines) {
   const blocks = [];
   for (let at = 0; at < lines.length;) {
@@ -74,7 +104,7 @@ function splitBlocks(lines) {
     }
     const type = typeAt(lines, at);
     const end = ENDS[type](lines, at);
-    blocks.push({ type, lines: lines.slice(at, end) });
+    blocks.push({ type, lines: lines.slice(at, end), at });
     at = end;
   }
   return blocks;
@@ -177,22 +207,34 @@ function interrupts(lines, at) {
 
 function renderBlocks(lines, depth) {
   if (depth > MAX_DEPTH) return [h("p", {}, lines.join("\n"))];
-  return splitBlocks(lines).map((block) => renderBlock(block, depth));
+  return splitBlocks(lines).map((block) => {
+    const made = renderBlock(block, depth);
+    return made instanceof Node ? made : made.node;
+  });
 }
 
 function renderBlock({ type, lines }, depth) {
   return RENDERERS[type](lines, depth);
 }
 
+/** Block type -> function that returns a node, or { node, grow } as `Parts` needs it. */
 const RENDERERS = {
   code(lines) {
     const [, fence, info] = lines[0].match(FENCE);
     const indent = indentOf(lines[0]);
-    const isClosed = lines.length > 1 && closes(lines.at(-1), fence);
-    const inner = lines
-      .slice(1, isClosed ? -1 : undefined)
-      .map((line) => line.slice(Math.min(indent, indentOf(line))));
-    return codeBlock(inner.join("\n"), info.trim().split(/\s/)[0]);
+    const block = new CodeBlock(info.trim().split(/\s/)[0]);
+    const first = lines[0];
+    const grow = (now) => {
+      if (now[0] !== first) return false;
+      const isClosed = now.length > 1 && closes(now.at(-1), fence);
+      const inner = now
+        .slice(1, isClosed ? -1 : undefined)
+        .map((line) => line.slice(Math.min(indent, indentOf(line))));
+      block.update(inner.join("\n"), isClosed);
+      return true;
+    };
+    grow(lines);
+    return { node: block.element, grow };
   },
   heading(lines) {
     const level = lines[0].match(HEADING)[1].length;
@@ -202,7 +244,7 @@ const RENDERERS = {
     if (end === 0 || text[end - 1] === " ") text = text.slice(0, end).trim();
     return h(`h${Math.min(level + 2, 6)}`, {}, inline(text)); // the page has h1 and h2 itself
   },
-  formula: (lines) => h("p", { class: "formula" }, lines.join("\n")),
+  formula: (lines) => formulaElement("div", lines.join("\n")),
   rule: () => h("hr"),
   quote: (lines, depth) =>
     h(
@@ -215,23 +257,21 @@ const RENDERERS = {
     ),
   list(lines, depth) {
     const [, indent, marker] = lines[0].match(ITEM);
-    const items = [];
-    for (const line of lines) {
-      const found = line.match(ITEM);
-      if (found && indentOf(line) <= indent.length + 1) {
-        const width = Math.min(found[0].length, found[1].length + found[2].length + 4);
-        items.push({ width, lines: [line.slice(found[0].length)] });
-      } else {
-        const { width, lines: own } = items.at(-1);
-        own.push(line.slice(Math.min(width, indentOf(line))));
-      }
-    }
     const start = /\d/.test(marker) ? Number.parseInt(marker, 10) : null;
-    const children = items.map((item) => h("li", {}, listItem(item.lines, depth)));
-    return start === null ? h("ul", {}, children) : h("ol", { start }, children);
+    const list = start === null ? h("ul") : h("ol", { start });
+    const items = new Parts(list);
+    const first = lines[0].slice(0, indent.length + marker.length);
+    const grow = (now) => {
+      if (!now[0].startsWith(first)) return false;
+      items.update(splitItems(now), (item) => h("li", {}, listItem(item.lines, depth)));
+      return true;
+    };
+    grow(lines);
+    return { node: list, grow };
   },
   table(lines) {
-    const aligns = cells(lines[1]).map((cell) => {
+    const [names, marks] = lines;
+    const aligns = cells(marks).map((cell) => {
       if (cell.endsWith(":")) return cell.startsWith(":") ? "center" : "right";
       return null;
     });
@@ -243,20 +283,50 @@ const RENDERERS = {
         aligns.map((align, place) => h(tag, { class: align }, inline(texts[place] ?? ""))),
       );
     };
-    const body = lines.slice(2).map((line) => row(line, "td"));
-    const table = h("table", {}, h("thead", {}, row(lines[0], "th")), h("tbody", {}, body));
-    return h("div", { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Table" }, table);
+    const body = h("tbody");
+    const rows = new Parts(body);
+    const grow = (now) => {
+      if (now[0] !== names || now[1] !== marks) return false;
+      const items = now.slice(2).map((line) => ({ type: "row", lines: [line] }));
+      rows.update(items, (item) => row(item.lines[0], "td"));
+      return true;
+    };
+    grow(lines);
+    const table = h("table", {}, h("thead", {}, row(names, "th")), body);
+    const node = h(
+      "div",
+      { class: "scrolls", tabindex: 0, role: "region", "aria-label": "Table" },
+      table,
+    );
+    return { node, grow };
   },
   paragraph: (lines) => h("p", {}, inline(lines.map((line) => line.trim()).join("\n"))),
 };
 
+/** Return the items of a list: { type, lines }, without their marks. */
+function splitItems(lines) {
+  const base = lines[0].match(ITEM)[1].length;
+  const items = [];
+  for (const line of lines) {
+    const found = line.match(ITEM);
+    if (found && indentOf(line) <= base + 1) {
+      const width = Math.min(found[0].length, found[1].length + found[2].length + 4);
+      items.push({ type: "item", width, lines: [line.slice(found[0].length)] });
+    } else {
+      const { width, lines: own } = items.at(-1);
+      own.push(line.slice(Math.min(width, indentOf(line))));
+    }
+  }
+  return items;
+}
+
 /** Return the children of a list's item. A single paragraph needs no element of its own. */
 function listItem(lines, depth) {
   const task = lines[0].match(/^\[([ xX])\] /);
-  if (task) lines[0] = lines[0].slice(4);
-  const blocks = renderBlocks(lines, depth + 1);
+  const own = task ? [lines[0].slice(4), ...lines.slice(1)] : lines;
+  const blocks = renderBlocks(own, depth + 1);
   const content =
-    blocks[0]?.tagName === "P" && !lines.some(isBlank)
+    blocks[0]?.tagName === "P" && !own.some(isBlank)
       ? [...blocks[0].childNodes, ...blocks.slice(1)]
       : blocks;
   if (!task) return content;
@@ -276,195 +346,4 @@ function listItem(lines, depth) {
 function cells(line) {
   const text = line.trim().replace(/^\|/, "").replace(/\|$/, "");
   return text.split(/(?<!\\)\|/).map((cell) => cell.replaceAll("\\|", "|").trim());
-}
-
-/** Return a block of code with its language and a button that copies it. */
-export function codeBlock(text, language = "") {
-  const head = h(
-    "figcaption",
-    {},
-    h("span", {}, language),
-    copyButton("Copy", () => text),
-  );
-  return h("figure", { class: "code" }, head, h("pre", { tabindex: 0 }, h("code", {}, text)));
-}
-
-// ---- inline
-
-const PUNCTUATION = /[!-/:-@[-`{-~]/;
-const WORD = /[\p{L}\p{N}]/u;
-const SPECIAL = /[\\`*_~[!<\nh$]/;
-const LINK = /https?:\/\/[^\s<>"'`]+/y;
-
-/** Return the nodes of a line or paragraph. */
-function inline(text, depth = 0) {
-  if (depth > MAX_DEPTH) return [text];
-  const nodes = [];
-  const failed = new Set(); // delimiters of which no further end exists
-  let plain = "";
-  const add = (node) => {
-    if (plain) nodes.push(plain);
-    plain = "";
-    nodes.push(node);
-  };
-  for (let at = 0; at < text.length;) {
-    if (!SPECIAL.test(text[at])) {
-      plain += text[at];
-      at += 1;
-      continue;
-    }
-    const found = READERS[text[at]](text, at, depth, failed);
-    if (found === null) {
-      plain += text[at];
-      at += 1;
-    } else {
-      if (typeof found.node === "string") plain += found.node;
-      else add(found.node);
-      at = found.end;
-    }
-  }
-  if (plain) nodes.push(plain);
-  return nodes;
-}
-
-/** First character of a construct -> function that returns { node, end }, or null if there is none. */
-const READERS = {
-  $: formula,
-  "\\"(text, at, depth, failed) {
-    const found = formula(text, at, depth, failed);
-    if (found !== null) return found;
-    const next = text[at + 1] ?? "";
-    if (next === "\n") return { node: h("br"), end: at + 2 };
-    return PUNCTUATION.test(next) ? { node: next, end: at + 2 } : null;
-  },
-  "\n": (text, at) => ({ node: h("br"), end: at + 1 }),
-  "`"(text, at, depth, failed) {
-    const end = codeEnd(text, at, failed);
-    const run = runLength(text, at);
-    if (end === null) return { node: "`".repeat(run), end: at + run };
-    let code = text.slice(at + run, end - run).replaceAll("\n", " ");
-    if (code.startsWith(" ") && code.endsWith(" ") && code.trim()) code = code.slice(1, -1);
-    return { node: h("code", {}, code), end };
-  },
-  "*": emphasis,
-  _: emphasis,
-  "~": (text, at, depth, failed) =>
-    text[at + 1] === "~" ? emphasis(text, at, depth, failed) : null,
-  "["(text, at, depth) {
-    // Only the last "[" before "](" begins a link. The others are text.
-    const next = text.indexOf("[", at + 1);
-    const close = text.slice(at, next < 0 ? undefined : next).indexOf("](") + at;
-    if (close < at) return null;
-    const end = destinationEnd(text, close + 2);
-    if (end === null) return null;
-    const address = text
-      .slice(close + 2, end)
-      .trim()
-      .split(/\s/)[0]
-      .replace(/^<|>$/g, "");
-    return { node: link(address, inline(text.slice(at + 1, close), depth + 1)), end: end + 1 };
-  },
-  "!": (text, at, depth) => (text[at + 1] === "[" ? READERS["["](text, at + 1, depth) : null),
-  "<"(text, at) {
-    const tag = text
-      .slice(at, at + 2000)
-      .match(/^<(br ?\/?|https?:\/\/[^\s<>]*|mailto:[^\s<>]*)>/i);
-    if (!tag) return null;
-    const node = /^br/i.test(tag[1]) ? h("br") : link(tag[1], [tag[1]]);
-    return { node, end: at + tag[0].length };
-  },
-  h(text, at) {
-    LINK.lastIndex = at;
-    const found = WORD.test(text[at - 1] ?? " ") ? null : LINK.exec(text);
-    if (!found) return null;
-    // Punctuation at the end belongs to the sentence.
-    const ends = found[0].includes("(") ? ".,;:!?*_~" : ".,;:!?*_~)";
-    let end = found[0].length;
-    while (ends.includes(found[0][end - 1])) end -= 1;
-    const address = found[0].slice(0, end);
-    return { node: link(address, [address]), end: at + address.length };
-  },
-};
-
-function link(address, children) {
-  const href = safeAddress(address);
-  if (href === null) return h("span", {}, children);
-  return h("a", { href, target: "_blank", rel: "noopener noreferrer nofollow" }, children);
-}
-
-/** Return the place of the ")" that ends a link's destination, or null. */
-function destinationEnd(text, from) {
-  let open = 0;
-  for (let at = from; at < Math.min(text.length, from + 1000); at += 1) {
-    if (text[at] === "\n") return null;
-    if (text[at] === "(") open += 1;
-    if (text[at] === ")" && open-- === 0) return at;
-  }
-  return null;
-}
-
-function runLength(text, at) {
-  let end = at;
-  while (text[end] === text[at]) end += 1;
-  return end - at;
-}
-
-/** Return the end of the code that begins at `at`, or null. */
-function codeEnd(text, at, failed) {
-  const run = runLength(text, at);
-  const name = `code ${run}`;
-  if (failed.has(name)) return null;
-  for (let next = text.indexOf("`", at + run); next >= 0;) {
-    const length = runLength(text, next);
-    if (length === run) return next + length;
-    next = text.indexOf("`", next + length);
-  }
-  failed.add(name);
-  return null;
-}
-
-/** Return a formula as it was written, or null. */
-function formula(text, at, depth, failed) {
-  const end = formulaEnd(text, at, failed);
-  return end === null ? null : { node: text.slice(at, end), end };
-}
-
-const TAGS = { "*": "em", _: "em", "**": "strong", __: "strong", "~~": "del" };
-
-function emphasis(text, at, depth, failed) {
-  const letter = text[at];
-  const run = runLength(text, at);
-  const literal = { node: letter.repeat(run), end: at + run };
-  const opens =
-    !/^\s?$/.test(text[at + run] ?? "") && (letter !== "_" || !WORD.test(text[at - 1] ?? " "));
-  if (!opens || run > 3) return literal;
-  const size = Math.min(run, 2); // of three, the first two are strong
-  const delimiter = letter.repeat(size);
-  const close = failed.has(delimiter) ? null : closingRun(text, at + size, letter, size, failed);
-  if (close === null) {
-    failed.add(delimiter);
-    return literal;
-  }
-  const inner = inline(text.slice(at + size, close), depth + 1);
-  return { node: h(TAGS[delimiter], {}, inner), end: close + size };
-}
-
-/** Return the place of the delimiter that ends an emphasis whose text begins at `from`, or null. */
-function closingRun(text, from, letter, size, failed) {
-  for (let at = from; at < text.length;) {
-    if (text[at] === "\\") at = formulaEnd(text, at, failed) ?? at + 2;
-    else if (text[at] === "$") at = formulaEnd(text, at, failed) ?? at + 1;
-    else if (text[at] === "`") at = codeEnd(text, at, failed) ?? at + runLength(text, at);
-    else if (text[at] !== letter) at += 1;
-    else {
-      const run = runLength(text, at);
-      const isEnd =
-        at > from &&
-        !/\s/.test(text[at - 1]) &&
-        (letter !== "_" || !WORD.test(text[at + run] ?? " "));
-      if (isEnd && (run === size || run === 3)) return at + run - size;
-      at += run;
-    }
-  }
-  return null;
 }

@@ -1,14 +1,15 @@
 // Shows one message of a conversation, and changes with it while it is streamed.
 
-import { describeEnd, describeSpeed, LOADING } from "./answer.js";
+import { canContinue, describeEnd, describeSpeed, LOADING } from "./answer.js";
 import { errorBox } from "./api.js";
-import { copyButton, fill, h, icon } from "./dom.js";
-import { MarkdownView, codeBlock } from "./markdown.js";
+import { codeBlock } from "./code-block.js";
+import { copyButton, fill, h, icon, iconButton } from "./dom.js";
+import { MarkdownView } from "./markdown.js";
 import { TokensView } from "./tokens.js";
 
 /**
- * actions: edit(message, text), retry(message), answerCalls(results), curl(message),
- * python(message)
+ * actions: edit(message, text), retry(message), goOn(), showVersion(message, by),
+ * answerCalls(results), curl(message), python(message)
  */
 export function messageView(message, actions) {
   if (message.role === "user") return new UserView(message, actions);
@@ -16,15 +17,52 @@ export function messageView(message, actions) {
   return new AnswerView(message, actions);
 }
 
+/** The place of a message among its versions, "1/2", with a button to each side. */
+class VersionPicker {
+  constructor(pick) {
+    const side = (by, label, picture) => iconButton(picture, label, () => pick(by));
+    this.sides = [side(-1, "Previous version", "back"), side(1, "Next version", "chevron")];
+    this.place = h("span", {});
+    this.element = h(
+      "span",
+      { class: "versions", role: "group", hidden: true },
+      this.sides[0],
+      this.place,
+      this.sides[1],
+    );
+    this.element.addEventListener("keydown", (event) => {
+      const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!by) return;
+      event.preventDefault();
+      pick(by);
+    });
+  }
+
+  /** Show that the message is version `version`, counted from 0, of `versions`. */
+  update({ version, versions, isLocked }) {
+    const words = `${version + 1}/${versions}`;
+    this.element.hidden = versions < 2;
+    this.element.setAttribute("aria-label", `Version ${version + 1} of ${versions}`);
+    if (this.place.textContent !== words) this.place.textContent = words;
+    this.sides[0].disabled = isLocked || version === 0;
+    this.sides[1].disabled = isLocked || version === versions - 1;
+  }
+
+  focus() {
+    this.sides.find(({ disabled }) => !disabled)?.focus();
+  }
+}
+
 class UserView {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
+    this.picker = new VersionPicker((by) => actions.showVersion(message, by));
     this.element = h("article", { class: "message user", "aria-label": "You" });
-    this.update();
+    this.draw();
   }
 
-  update() {
+  draw() {
     const { content } = this.message;
     fill(
       this.element,
@@ -34,8 +72,13 @@ class UserView {
         { class: "tools" },
         button("edit", "Edit", () => this.startEdit()),
         copyButton("Copy", () => content),
+        this.picker.element,
       ),
     );
+  }
+
+  update(state) {
+    this.picker.update(state);
   }
 
   startEdit() {
@@ -48,7 +91,7 @@ class UserView {
       if (input.value.trim()) this.actions.edit(this.message, input.value);
     };
     const cancel = () => {
-      this.update();
+      this.draw();
       this.element.querySelector("button").focus();
     };
     input.addEventListener("keydown", (event) => {
@@ -99,7 +142,8 @@ class AnswerView {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
-    this.state = { isRunning: false, isLast: false };
+    this.state = { isRunning: false, isLast: false, isLocked: false, version: 0, versions: 1 };
+    this.picker = new VersionPicker((by) => actions.showVersion(message, by));
     this.showsTokens = Boolean(message.settings?.logprobs);
     this.thought = h("div", { class: "thought" });
     this.summary = h("summary", {}, "");
@@ -132,7 +176,10 @@ class AnswerView {
     this.update();
   }
 
-  /** Draw the message as it is now. `isRunning`: more will come. `isLast`: none follows it. */
+  /**
+   * Draw the message as it is now. `isRunning`: more will come. `isLast`: none follows it. The other
+   * parts of the state are those of the VersionPicker.
+   */
   update(state = this.state) {
     this.state = state;
     const { message } = this;
@@ -152,7 +199,8 @@ class AnswerView {
     this.element.classList.toggle("running", isRunning);
     this.drawCalls(isRunning, isLast);
     this.drawFoot(isRunning);
-    this.drawTools(isRunning, hasTokens);
+    this.drawTools(isRunning, hasTokens, isLast && canContinue(message));
+    this.picker.update(state);
   }
 
   drawCalls(isRunning, isLast) {
@@ -207,10 +255,10 @@ class AnswerView {
     );
   }
 
-  drawTools(isRunning, hasTokens) {
-    if (this.wasRunning === isRunning && this.hadTokens === hasTokens) return;
-    this.wasRunning = isRunning;
-    this.hadTokens = hasTokens;
+  drawTools(isRunning, hasTokens, mayGoOn) {
+    const key = JSON.stringify([isRunning, hasTokens, this.showsTokens, mayGoOn]);
+    if (key === this.toolsKey) return;
+    this.toolsKey = key;
     if (isRunning) {
       fill(this.tools);
       return;
@@ -218,11 +266,12 @@ class AnswerView {
     const { message, actions } = this;
     const toggle = () => {
       this.showsTokens = !this.showsTokens;
-      this.hadTokens = undefined;
       this.update();
     };
     fill(
       this.tools,
+      this.picker.element,
+      mayGoOn ? button("chevron", "Continue", () => actions.goOn()) : null,
       copyButton("Copy", () => message.content),
       button("retry", "Retry", () => actions.retry(message)),
       hasTokens

@@ -1,7 +1,7 @@
 // Builds the bodies of chat requests, and the same requests for curl and for Python.
 
 import { BASE, storedKey } from "./api.js";
-import { NUMBERS, numberOf, problemOf, STOP, stopOf } from "./fields.js";
+import { NUMBERS, numberOf, problemOf, STOP, stopOf, USUAL_MAX_TOKENS } from "./fields.js";
 
 const PATH = "v1/chat/completions";
 const TOP_LOGPROBS = 5;
@@ -31,7 +31,7 @@ export const parseExtra = (text) =>
 
 /**
  * Return the body of a chat request. Settings that are "" are left out, so the model's defaults
- * apply.
+ * apply. An answer has at most USUAL_MAX_TOKENS if nothing else is set.
  *
  * Raises Error if the server would refuse a setting, or if the tools or the other fields are not JSON.
  */
@@ -52,7 +52,9 @@ export function chatBody(model, messages, settings) {
   if (settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: TOP_LOGPROBS });
   const tools = parseTools(settings.tools);
   if (tools?.length) body.tools = tools;
-  return { ...body, ...parseExtra(settings.extra) };
+  const extra = parseExtra(settings.extra);
+  if (!extra || !("max_completion_tokens" in extra)) body.max_tokens ??= USUAL_MAX_TOKENS;
+  return { ...body, ...extra };
 }
 
 /** Return the value of a field. Raises Error with its bounds if the server would refuse it. */
@@ -85,6 +87,17 @@ export function apiMessages(messages) {
     // A model that reasons between its calls needs what it thought before them.
     return { role, content: content || null, tool_calls, ...(reasoning ? { reasoning } : {}) };
   });
+}
+
+/** Return the fields that make an answer go on where the last of these messages ends. */
+export function continued(messages) {
+  const { content, reasoning } = messages.at(-1);
+  const final = { role: "assistant", content, ...(reasoning ? { reasoning } : {}) };
+  return {
+    messages: [...apiMessages(messages.slice(0, -1)), final],
+    continue_final_message: true,
+    add_generation_prompt: false,
+  };
 }
 
 /** Return a curl command that sends a chat request. */

@@ -7,9 +7,10 @@
 //   message   a message has changed; detail: { conversation, message }
 //   end       an answer has ended; detail: { conversation, message }
 
-import { newAnswer, newMessage, streamAnswer } from "./answer.js";
-import { apiMessages, chatBody, streamed } from "./requests.js";
+import { newAnswer, newMessage, reopen, streamAnswer } from "./answer.js";
+import { apiMessages, chatBody, continued, streamed } from "./requests.js";
 import { ConversationStore } from "./store.js";
+import { adopt, append, hideFrom, show, versionsOf } from "./versions.js";
 
 const TITLE_CHARS = 60;
 const SAVE_EVERY_MS = 2000;
@@ -28,7 +29,8 @@ class Chats extends EventTarget {
   open() {
     this.opening ??= this.store.open().then((found) => {
       this.conversations = found;
-      for (const message of found.flatMap(({ messages }) => messages)) {
+      found.forEach(adopt);
+      for (const message of found.flatMap(({ messages, hidden }) => [...messages, ...hidden])) {
         if (message.finish === null && !message.error) message.finish = "interrupted";
       }
     });
@@ -42,7 +44,8 @@ class Chats extends EventTarget {
   /** Return a new conversation. It is listed and kept once it has a message. */
   draft(model, settings = {}) {
     const { id } = newMessage("user");
-    return { id, title: "", model, settings: { ...settings }, messages: [], used: Date.now() };
+    const parts = { messages: [], hidden: [] };
+    return { id, title: "", model, settings: { ...settings }, ...parts, used: Date.now() };
   }
 
   isRunning(conversation) {
@@ -53,26 +56,37 @@ class Chats extends EventTarget {
   send(conversation, text) {
     this.check(conversation);
     conversation.title ||= titleOf(text);
-    conversation.messages.push(newMessage("user", text));
+    append(conversation, newMessage("user", text));
     return this.answer(conversation);
   }
 
-  /** Replace a message of the user, drop what followed it, and answer again. */
+  /** Add another version of a message of the user, and answer it. */
   edit(conversation, message, text) {
     this.check(conversation);
     this.stop(conversation);
-    conversation.messages.length = conversation.messages.indexOf(message);
+    hideFrom(conversation, message);
     if (conversation.messages.length === 0) conversation.title = titleOf(text);
-    conversation.messages.push(newMessage("user", text));
+    append(conversation, newMessage("user", text));
     return this.answer(conversation);
   }
 
-  /** Drop an answer and what followed it, and answer again. */
+  /** Add another version of an answer. */
   retry(conversation, answer = conversation.messages.findLast(({ role }) => role === "assistant")) {
     this.check(conversation);
     this.stop(conversation);
-    if (answer) conversation.messages.length = conversation.messages.indexOf(answer);
+    if (answer) hideFrom(conversation, answer);
     return this.answer(conversation);
+  }
+
+  /** Show the version before a message (by: -1) or after it (1), if there is one. Return it. */
+  showVersion(conversation, message, by) {
+    const versions = versionsOf(conversation, message);
+    const version = versions[versions.indexOf(message) + by];
+    if (!version || this.isRunning(conversation)) return null;
+    show(conversation, version);
+    this.emit("thread", conversation);
+    this.save(conversation);
+    return version;
   }
 
   /** Add the results of all calls of the last answer, and let the model go on. */
@@ -80,7 +94,7 @@ class Chats extends EventTarget {
     this.check(conversation);
     const { calls } = conversation.messages.at(-1);
     calls.forEach(({ id, name }, place) => {
-      conversation.messages.push({ ...newMessage("tool", results[place]), callId: id, name });
+      append(conversation, { ...newMessage("tool", results[place]), callId: id, name });
     });
     return this.answer(conversation);
   }
@@ -95,16 +109,27 @@ class Chats extends EventTarget {
     chatBody(conversation.model, [], conversation.settings);
   }
 
-  async answer(conversation) {
+  /** Let the last answer, which was cut, go on where it ends, with the settings of now. */
+  goOn(conversation) {
+    const answer = conversation.messages.at(-1);
+    this.check(conversation);
+    reopen(answer);
+    const { messages, ...fields } = continued(conversation.messages);
+    const body = chatBody(answer.model, messages, conversation.settings);
+    return this.stream(conversation, answer, { ...body, ...fields });
+  }
+
+  answer(conversation) {
     this.stop(conversation);
-    const body = chatBody(
-      conversation.model,
-      apiMessages(conversation.messages),
-      conversation.settings,
-    );
-    const answer = newAnswer(conversation.model, conversation.settings);
+    const { model, settings, messages } = conversation;
+    const body = chatBody(model, apiMessages(messages), settings);
+    const answer = newAnswer(model, settings);
+    append(conversation, answer);
+    return this.stream(conversation, answer, body);
+  }
+
+  async stream(conversation, answer, body) {
     const controller = new AbortController();
-    conversation.messages.push(answer);
     this.running.set(conversation.id, controller);
     this.use(conversation);
     this.emit("thread", conversation);

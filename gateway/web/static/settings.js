@@ -46,14 +46,15 @@ export class SettingsForm {
     this.settings = settings;
     this.model = model;
     const reasons = model?.formats === undefined || model.formats.reasoning !== null;
-    const numbers = NUMBERS.filter(({ name }) => !this.without.has(name));
     fill(
       this.element,
       this.area("system", "System message", { rows: 3 }),
+      this.numbers(({ isRare }) => !isRare),
       h(
-        "div",
-        { class: "numbers" },
-        numbers.map((field) => this.number(field)),
+        "details",
+        { open: NUMBERS.some(({ name, isRare }) => isRare && settings[name]) },
+        h("summary", {}, "More samplers"),
+        this.numbers(({ isRare }) => isRare),
       ),
       reasons ? this.effort() : null,
       this.area(STOP.name, `${STOP.label}, one per line`, {
@@ -104,6 +105,16 @@ export class SettingsForm {
       input.setAttribute("aria-describedby", error.id);
     }
     return h("div", { class: "field" }, h("label", { for: input.id }, label), input, error);
+  }
+
+  /** Return the fields of those numbers that `isWanted` selects. */
+  numbers(isWanted) {
+    const fields = NUMBERS.filter((field) => isWanted(field) && !this.without.has(field.name));
+    return h(
+      "div",
+      { class: "numbers" },
+      fields.map((field) => this.number(field)),
+    );
   }
 
   number(field) {
@@ -219,14 +230,14 @@ export function numberInput({ name, unit, about, fallback = "" }, { value, usual
   const input = h("input", {
     inputmode: "decimal",
     autocomplete: "off",
-    placeholder: usual === undefined ? fallback : String(usual),
+    placeholder: String(usual ?? fallback),
     title: about ?? null,
     value: value ?? "",
     oninput: () => {
       check();
       onChange(input.value);
     },
-    onkeydown: (event) => stepOnArrow(event, input, { name, unit, usual }),
+    onkeydown: (event) => stepOnArrow(event, input, { name, unit, usual: usual ?? fallback }),
   });
   const check = () => mark(input, error, problemOf(name, numberOf(input.value)));
   check();
@@ -238,7 +249,7 @@ function stepOnArrow(event, input, { name, unit, usual }) {
   const direction = { ArrowUp: 1, ArrowDown: -1 }[event.key];
   if (!direction) return;
   event.preventDefault();
-  const from = numberOf(input.value) ?? Number(usual ?? 0);
+  const from = numberOf(input.value) ?? (Number(usual) || 0);
   const next = Number((from + direction * unit).toFixed(4));
   if (problemOf(name, next)) return;
   input.value = String(next);

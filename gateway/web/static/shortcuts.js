@@ -7,6 +7,7 @@ export const SHORTCUTS = [
   { keys: ["↑"], about: "In an empty message: edit the last one" },
   { keys: ["Alt", "N"], about: "Start a new conversation" },
   { keys: ["Alt", "R"], about: "Generate the last answer again" },
+  { keys: ["Alt", ", or ."], about: "Show the previous or the next version of the last answer" },
   { keys: ["Alt", "S"], about: "Show or hide the settings" },
   { keys: ["←", "→"], isEither: true, about: "In an answer's tokens: go to the next token" },
   { keys: ["Alt", "/"], about: "Show this list" },

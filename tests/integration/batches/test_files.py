@@ -70,7 +70,7 @@ def test_files_are_listed_in_pages_by_purpose_and_order(
         page = lister.files.list(limit=3, after=ids[4], order="desc")
         assert ([f.id for f in page.data], page.has_more) == (ids[3:0:-1], True)
         assert lister.files.list(purpose="batch_output").data == []
-        with pytest.raises(openai.BadRequestError, match="limit: must be a number"):
+        with pytest.raises(openai.BadRequestError, match="limit: must be a whole number"):
             lister.files.list(limit=0)
 
 
@@ -88,7 +88,9 @@ def test_a_file_has_an_expiry(client: OpenAI) -> None:
     assert kept.expires_at == pytest.approx(kept.created_at + 30 * 86400, abs=1)
     short = uploaded(client, expires_after={"anchor": "created_at", "seconds": 3600})
     assert short.expires_at == pytest.approx(short.created_at + 3600, abs=1)
-    with pytest.raises(openai.BadRequestError, match=r"seconds.: must be a number from 3600"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"seconds.: must be a whole number from 3,600"
+    ):
         uploaded(client, expires_after={"anchor": "created_at", "seconds": 60})
 
 

@@ -109,7 +109,7 @@ def watch(visitor: Visit) -> Page:
 
 
 def reference(visitor: Visit) -> Page:
-    page = visitor.open("/docs#post_v1_chat_completions")
+    page = visitor.open("/reference#post_v1_chat_completions")
     body = page.locator("#post_v1_chat_completions .operation-body")
     body.wait_for()
     body.locator("summary").first.click()

@@ -266,7 +266,7 @@ def test_an_error_has_its_field_its_request_and_a_link_to_the_reference(visit: V
     error.get_by_text("temperature").first.wait_for()
     assert re.search(r"Status 400\s*Request [0-9a-f]{32}", error.inner_text())
     error.get_by_role("link", name="Reference").click()
-    page.wait_for_url("**/docs#post_v1_chat_completions")
+    page.wait_for_url("**/reference#post_v1_chat_completions")
     page.locator("details#post_v1_chat_completions[open]").wait_for()
 
 

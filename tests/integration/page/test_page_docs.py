@@ -23,7 +23,7 @@ SUMMARY = """() => [...document.querySelectorAll("details.operation")].map((each
 
 
 def test_every_operation_is_described(visit: Visitor) -> None:
-    page = visit().open("/docs")
+    page = visit().open("/reference")
     ids = page.evaluate(SUMMARY)
     assert sorted(ids) == sorted(OPERATIONS)
     page.wait_for_function(
@@ -41,7 +41,7 @@ def test_every_operation_is_described(visit: Visitor) -> None:
 
 
 def test_recursive_schemas_are_opened_level_by_level(visit: Visitor) -> None:
-    page = visit().open("/docs#post_v1_chat_completions")
+    page = visit().open("/reference#post_v1_chat_completions")
     body = page.locator("details#post_v1_chat_completions .operation-body")
     body.get_by_text("temperature", exact=True).wait_for()
     assert "number or null, 0 to 2" in body.inner_text()
@@ -55,7 +55,7 @@ def test_recursive_schemas_are_opened_level_by_level(visit: Visitor) -> None:
 
 
 def test_operations_are_found_by_path_and_by_field(visit: Visitor) -> None:
-    page = visit().open("/docs")
+    page = visit().open("/reference")
     search = page.get_by_label("Search routes and fields")
     shown = page.locator(".docs-menu li:visible")
     assert shown.count() == len(OPERATIONS)
@@ -68,7 +68,7 @@ def test_operations_are_found_by_path_and_by_field(visit: Visitor) -> None:
 
 
 def test_a_link_to_a_route_that_the_search_has_hidden_shows_it(visit: Visitor) -> None:
-    page = visit().open("/docs")
+    page = visit().open("/reference")
     page.get_by_label("Search routes and fields").fill("no such thing")
     page.evaluate("location.hash = 'post_v1_chat_completions'")
     page.locator("details#post_v1_chat_completions[open]").wait_for()
@@ -76,7 +76,7 @@ def test_a_link_to_a_route_that_the_search_has_hidden_shows_it(visit: Visitor) -
 
 
 def test_a_request_is_tried_and_its_stream_is_shown(visit: Visitor, engine: ScriptedEngine) -> None:
-    page = visit(refused=(400,)).open("/docs#post_v1_chat_completions")
+    page = visit(refused=(400,)).open("/reference#post_v1_chat_completions")
     form = page.locator("#post_v1_chat_completions form.try")
     form.get_by_role("button", name="Send").click()
     form.get_by_text("200 OK").wait_for()
@@ -93,7 +93,7 @@ def test_a_request_is_tried_and_its_stream_is_shown(visit: Visitor, engine: Scri
 
 def test_variables_and_queries_are_entered(visit: Visitor) -> None:
     visitor = visit(refused=(404,))
-    page = visitor.open("/docs#get_v1_models_name")
+    page = visitor.open("/reference#get_v1_models_name")
     form = page.locator("#get_v1_models_name form.try")
     form.get_by_label("name", exact=True).fill("scripted")
     form.get_by_role("button", name="Send").click()
@@ -128,7 +128,7 @@ does not allow it, or the body needs a file or an answer that no example can hav
 
 
 def test_the_examples_of_bodies_can_be_sent_as_they_are(visit: Visitor) -> None:
-    page = visit(refused=(400, 403, 404)).open("/docs")
+    page = visit(refused=(400, 403, 404)).open("/reference")
     page.evaluate(SUMMARY)
     for name, (_, operation) in OPERATIONS.items():
         if "application/json" in operation.get("requestBody", {}).get("content", {}):
@@ -141,7 +141,7 @@ def test_the_examples_of_bodies_can_be_sent_as_they_are(visit: Visitor) -> None:
 def test_a_file_is_uploaded(visit: Visitor) -> None:
     visitor = visit()
     visitor.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page = visitor.open("/docs#post_v1_files")
+    page = visitor.open("/reference#post_v1_files")
     form = page.locator("#post_v1_files form.try")
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     data = json.dumps(line).encode()

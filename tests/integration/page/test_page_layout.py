@@ -13,7 +13,7 @@ from tests.support.scripted_engine import ScriptedEngine, text_reply
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-TABS = ("/", "/#compare", "/docs", "/docs#post_v1_chat_completions")
+TABS = ("/", "/#compare", "/reference", "/reference#post_v1_chat_completions")
 WIDE = f"""
 A long word: {"x" * 300} and https://example.com/{"y" * 300}
 
@@ -187,7 +187,7 @@ def test_the_pages_have_the_same_column_and_margins(visit: Visitor, size: tuple[
         found[path] = (left, right, page.evaluate(EDGES, "main h1")[0])
         assert left == size[0] - right
     assert found["/#compare"] == found["/#watch"]
-    page = visitor.open("/docs")
+    page = visitor.open("/reference")
     page.locator("details.operation").first.wait_for()
     left, right = page.evaluate(EDGES, "details.operation")
     body_left, body_right = page.evaluate(EDGES, ".docs-body")

@@ -29,6 +29,19 @@ LABELS = {
     "max_tokens": "Max tokens",
     "seed": "Seed",
 }
+RARE_LABELS = {
+    "typical_p": "Typical p",
+    "top_n_sigma": "Top n sigma",
+    "dynatemp_range": "Dynatemp range",
+    "dynatemp_exponent": "Dynatemp exponent",
+    "xtc_probability": "XTC probability",
+    "xtc_threshold": "XTC threshold",
+    "dry_multiplier": "DRY multiplier",
+    "dry_base": "DRY base",
+    "dry_allowed_length": "DRY allowed length",
+    "dry_penalty_last_n": "DRY last tokens",
+}
+"""The fields that are shown only in "More samplers"."""
 LARGEST_EXACT = 2**53 - 1
 """The largest whole number up to which JavaScript has each one."""
 BORDER = "element => getComputedStyle(element).borderTopColor"
@@ -48,8 +61,13 @@ def wrong_values(name: str) -> Iterator[str]:
     yield from ("x", "1e", "--1", str(low - 1), str(high + 1))
     if is_whole:
         yield "1.5"
-    if "exclusiveMinimum" in CHAT_FIELDS[name]["anyOf"][0]:
+    if is_open(name):
         yield str(low)
+
+
+def is_open(name: str) -> bool:
+    """Return whether a field's values are above its lowest bound."""
+    return "exclusiveMinimum" in CHAT_FIELDS[name]["anyOf"][0]
 
 
 def open_settings(page: Page) -> None:
@@ -66,13 +84,16 @@ def is_marked(field: Locator) -> bool:
     return is_red
 
 
-@pytest.mark.parametrize("name", LABELS)
+@pytest.mark.parametrize("name", [*LABELS, *RARE_LABELS])
 def test_a_number_out_of_bounds_is_not_sent_and_the_bounds_are_named(
     visit: Visitor, engine: ScriptedEngine, name: str
 ) -> None:
     page = visit().open()
     open_settings(page)
-    field = page.get_by_label(LABELS[name], exact=True)
+    label = {**LABELS, **RARE_LABELS}[name]
+    field = page.get_by_label(label, exact=True)
+    if name in RARE_LABELS:
+        page.get_by_text("More samplers").click()
     page.get_by_label("Message", exact=True).fill("hi")
     low, high, is_whole = bounds_of(name)
     for value in wrong_values(name):
@@ -80,7 +101,7 @@ def test_a_number_out_of_bounds_is_not_sent_and_the_bounds_are_named(
         field.fill(value)
         page.get_by_role("button", name="Send").click()
         kind = "a whole number" if is_whole else "a number"
-        problem = page.locator(".problem").get_by_text(f"{LABELS[name]} must be {kind}")
+        problem = page.locator(".problem").get_by_text(f"{label} must be {kind}")
         problem.wait_for()
         assert problem.inner_text().endswith(f", not {value}.")
         assert f"{high:,}" in problem.inner_text()
@@ -88,9 +109,46 @@ def test_a_number_out_of_bounds_is_not_sent_and_the_bounds_are_named(
         assert is_marked(field), value
         assert page.locator(".message").count() == 0
         assert len(engine.generates) == before
-    for number in (1, high, *([] if name == "top_p" else [low])):
+    for number in (1, high, *([] if is_open(name) else [low])):
         field.fill(str(number))
         assert not is_marked(field), number
+
+
+def test_the_rare_samplers_are_folded_and_are_sent(visit: Visitor, engine: ScriptedEngine) -> None:
+    page = visit().open()
+    open_settings(page)
+    multiplier = page.get_by_label("DRY multiplier")
+    assert not multiplier.is_visible()
+    page.get_by_text("More samplers").click()
+    assert page.get_by_label("DRY base").get_attribute("placeholder") == "1.75"
+    page.get_by_label("DRY base").press("ArrowUp")
+    multiplier.fill("0.8")
+    send(page, "hi")
+    await_answer(page, "Hello, world!")
+    params = engine.generates[-1].params
+    assert (params.dry_multiplier, params.dry_base) == (0.8, 1.8)
+    page.reload()
+    await_answer(page, "Hello, world!")
+    open_settings(page)
+    assert multiplier.is_visible(), "a group with a setting is open"
+
+
+@pytest.mark.parametrize(
+    ("extra", "limit"),
+    [("", 1024), ('{"max_tokens": 7}', 7), ('{"max_completion_tokens": 8}', 8)],
+    ids=["default", "max_tokens", "max_completion_tokens"],
+)
+def test_an_answer_has_a_usual_limit_unless_one_is_set(
+    visit: Visitor, engine: ScriptedEngine, extra: str, limit: int
+) -> None:
+    page = visit().open()
+    open_settings(page)
+    assert page.get_by_label("Max tokens").get_attribute("placeholder") == "1024"
+    page.get_by_text("Other fields").click()
+    page.get_by_label("A JSON object").fill(extra)
+    send(page, "hi")
+    await_answer(page, "Hello")
+    assert engine.generates[-1].params.max_tokens == limit
 
 
 def test_too_many_or_too_long_stop_sequences_are_not_sent(

@@ -46,7 +46,7 @@ FAMILIES: tuple[ModelFamily, ...] = tuple(
 
 AND_OTHERS = (
     ", and through transformers (the extra tidegate[transformers]) those that "
-    "docs/models/models.md lists"
+    "docs/models/transformers.md lists"
 )
 
 

@@ -1,4 +1,4 @@
-"""`tidegate key FILE`: creates a cluster key."""
+"""`tidegate cluster-key FILE`: creates a cluster key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ another. Copy the file to the other hosts as you would copy a private SSH key. I
 
 EXAMPLES = """\
 example:
-  tidegate key cluster.key
+  tidegate cluster-key cluster.key
   scp -p cluster.key other-host:
 """
 
