@@ -123,8 +123,8 @@ function applyChunk(message, chunk, nowMs) {
     call.args += part.function.arguments ?? "";
   }
   if (choice.logprobs?.content)
-    message.logprobs = (message.logprobs ?? []).concat(choice.logprobs.content);
-  if (choice.token_ids) message.tokenIds = (message.tokenIds ?? []).concat(choice.token_ids);
+    (message.logprobs ??= []).push(...choice.logprobs.content);
+  if (choice.token_ids) (message.tokenIds ??= []).push(...choice.token_ids);
   if (choice.finish_reason) message.finish = choice.finish_reason;
 }
 

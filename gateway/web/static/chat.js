@@ -164,6 +164,9 @@ class ChatTab {
     on(this.input, "keydown", (event) => this.onInputKey(event, composer));
     on(this.input, "input", () => this.onInput());
     on(this.thread, "scroll", () => this.onScroll());
+    this.isAtEnd = true;
+    this.scrolledTo = 0;
+    this.sizes = new ResizeObserver(() => this.isAtEnd && this.scrollToEnd());
     on(window, MODEL_CHOSEN, () => this.openChosen());
     on(window, PRESETS_CHANGED, () => {
       this.drawEmpty();
@@ -181,6 +184,7 @@ class ChatTab {
   }
 
   close() {
+    this.sizes.disconnect();
     this.abort.abort();
   }
 
@@ -334,6 +338,8 @@ class ChatTab {
     this.views = kept;
     const wanted = [...kept.values()].map(({ element }) => element);
     fill(this.thread, wanted);
+    this.sizes.disconnect();
+    for (const element of wanted) this.sizes.observe(element);
     for (const message of messages) this.drawMessage(message);
     this.drawEmpty();
     this.drawState();
@@ -369,10 +375,8 @@ class ChatTab {
 
   /** Draw what an answer in progress has changed: the last message. */
   drawChanged() {
-    const isNearEnd = this.distanceToEnd() < NEAR_END_PX;
     const last = this.conversation.messages.at(-1);
     if (last) this.drawMessage(last);
-    if (isNearEnd) this.scrollToEnd();
     this.drawState();
   }
 
@@ -415,11 +419,18 @@ class ChatTab {
   }
 
   scrollToEnd() {
+    this.isAtEnd = true;
     this.thread.scrollTop = this.thread.scrollHeight;
   }
 
+  /** Follow the end of the conversation, unless the user has scrolled up. The end may also be further
+   * away because the thread has grown since it was scrolled. */
   onScroll() {
-    this.toEnd.hidden = this.distanceToEnd() < NEAR_END_PX;
+    const { scrollTop } = this.thread;
+    if (this.distanceToEnd() < NEAR_END_PX) this.isAtEnd = true;
+    else if (scrollTop < this.scrolledTo) this.isAtEnd = false;
+    this.scrolledTo = scrollTop;
+    this.toEnd.hidden = this.isAtEnd;
   }
 
   onInput() {

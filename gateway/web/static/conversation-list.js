@@ -8,13 +8,18 @@ import { MAX_CONVERSATIONS, writeDraft } from "./store.js";
 import { exported, readExport } from "./transfer.js";
 
 const UNDO_MS = 8000;
+const PIECE = 50; // conversations that are drawn at once; the next ones when the list is scrolled
+const NEAR_PX = 400;
 
 export class ConversationList {
   /** actions: { open(conversation, message), create() }. message: the one that a search has found */
   constructor(actions) {
     this.actions = actions;
     this.drawn = new Map(); // conversation -> { key, item }
-    this.items = h("ul", { class: "conversations" });
+    this.listed = []; // the conversations that match the search: { conversation, message, excerpt }
+    this.patterns = [];
+    this.numShown = PIECE;
+    this.items = h("ul", { class: "conversations", onscroll: () => this.onScroll() });
     this.found = h("p", { class: "muted found-count", role: "status" });
     this.news = h("div", { class: "news", role: "status" });
     this.query = h("input", {
@@ -22,7 +27,7 @@ export class ConversationList {
       placeholder: "Search",
       title: "Search titles and texts (Alt + K)",
       "aria-label": "Search conversations",
-      oninput: () => this.draw(this.current),
+      oninput: () => this.drawFirst(),
       onkeydown: (event) => this.onQueryKey(event),
     });
     const small = (picture, label, onclick) =>
@@ -74,7 +79,7 @@ export class ConversationList {
     if (event.key === "Escape" && this.query.value) {
       event.stopPropagation();
       this.query.value = "";
-      this.draw(this.current);
+      this.drawFirst();
     } else if (event.key === "Enter") {
       this.items.querySelector(".title")?.click();
     }
@@ -90,17 +95,55 @@ export class ConversationList {
       : all.map((conversation) => ({ conversation, message: null, excerpt: null }));
     const before = this.drawn;
     this.drawn = new Map();
+    this.listed = found;
+    this.patterns = patterns;
+    const place = found.findIndex(({ conversation }) => conversation === current);
+    this.numShown = Math.max(this.numShown, place + 1);
     fill(
       this.items,
-      found.map((each) => this.itemOf(each, patterns, before)),
+      found.slice(0, this.numShown).map((each) => this.itemOf(each, before)),
+      this.rest(),
     );
     this.query.hidden = !all.length;
     this.exportAll.hidden = !all.length && !presets().length;
     this.found.textContent = patterns.length ? inWords(found.length, this.query.value.trim()) : "";
   }
 
+  /** Draw what a changed search finds, from its start. */
+  drawFirst() {
+    this.numShown = PIECE;
+    this.draw(this.current);
+  }
+
+  /** Return an entry that shows the next conversations; null if all are shown. */
+  rest() {
+    const count = this.listed.length - this.numShown;
+    if (count <= 0) return null;
+    const label = `Show ${Math.min(count, PIECE)} more`;
+    const onclick = () => this.showMore({ takesFocus: true });
+    return h("li", { class: "rest" }, h("button", { type: "button", class: "title", onclick }, label));
+  }
+
+  onScroll() {
+    const { scrollTop, scrollHeight, clientHeight } = this.items;
+    if (scrollTop + clientHeight > scrollHeight - NEAR_PX) this.showMore();
+  }
+
+  /** Draw the next conversations in place of the last entry. */
+  showMore({ takesFocus = false } = {}) {
+    const rest = this.items.querySelector(".rest");
+    if (!rest) return;
+    const hadFocus = takesFocus || rest.contains(document.activeElement);
+    const more = this.listed.slice(this.numShown, this.numShown + PIECE);
+    this.numShown += more.length;
+    const items = [...more.map((each) => this.itemOf(each)), this.rest()];
+    rest.replaceWith(...items.filter(Boolean));
+    if (hadFocus) items[0].querySelector(".title").focus();
+  }
+
   /** Return the item of a conversation: that drawn before, unless something of it has changed. */
-  itemOf({ conversation, message, excerpt }, patterns, before) {
+  itemOf({ conversation, message, excerpt }, before = this.drawn) {
+    const { patterns } = this;
     const isCurrent = conversation === this.current;
     const isRunning = chats.isRunning(conversation);
     const key = JSON.stringify([

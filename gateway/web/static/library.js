@@ -65,6 +65,10 @@ function inUnits(bytes) {
   return `${Math.max(1, Math.round(bytes / 1e6))} MB`;
 }
 
+function inTokens(perSecond) {
+  return perSecond >= 10 ? Math.round(perSecond).toLocaleString("en") : perSecond.toFixed(1);
+}
+
 /** Open the dialog. `onClose` is called after it is closed. */
 async function openLibrary(context, onClose) {
   await loadStyle("library.css");
@@ -241,7 +245,8 @@ class LibraryRow {
     const { name } = model;
     const facts = [
       model.download_bytes ? `${inUnits(model.download_bytes)} to download` : "",
-      model.weights_bytes ? `${inUnits(model.weights_bytes)} of memory for weights` : "",
+      model.needed_bytes ? `about ${inUnits(model.needed_bytes)} of memory` : "",
+      model.max_tokens_per_s ? `at most ${inTokens(model.max_tokens_per_s)} tokens/s here` : "",
       model.licence,
       model.is_gated ? "terms to accept on its page" : "",
     ];
@@ -253,6 +258,7 @@ class LibraryRow {
         { class: "library-words" },
         h("strong", {}, name),
         model.is_served ? h("span", { class: "badge good" }, "ready to use") : null,
+        model.is_recommended ? h("span", { class: "badge" }, "recommended") : null,
         model.description ? h("div", {}, model.description) : null,
         h("div", { class: "muted" }, facts.filter(Boolean).join(" · ")),
         model.error ? h("div", { class: "library-error" }, model.error) : null,

@@ -148,6 +148,7 @@ class AnswerView {
     this.picker = new VersionPicker((by) => actions.showVersion(message, by));
     this.showsTokens = Boolean(message.settings?.logprobs);
     this.thought = h("div", { class: "thought" });
+    this.shownThought = "";
     this.summary = h("summary", {}, "");
     this.reasoning = h("details", { class: "reasoning", hidden: true }, this.summary, this.thought);
     this.text = new MarkdownView();
@@ -188,7 +189,7 @@ class AnswerView {
     const { isRunning, isLast } = state;
     const hasTokens = Boolean(message.logprobs?.length);
     this.reasoning.hidden = !message.reasoning;
-    this.thought.textContent = message.reasoning;
+    this.drawThought();
     this.summary.textContent =
       isRunning && !message.content && !message.calls.length ? "Thinking…" : "Reasoning";
     this.text.element.hidden = hasTokens && this.showsTokens;
@@ -204,6 +205,15 @@ class AnswerView {
     this.drawFoot(isRunning);
     this.drawTools(isRunning, hasTokens, isLast && canContinue(message));
     this.picker.update(state);
+  }
+
+  /** Append what has arrived of the reasoning. */
+  drawThought() {
+    const { reasoning } = this.message;
+    const { length } = this.shownThought;
+    if (!reasoning.startsWith(this.shownThought)) this.thought.textContent = reasoning;
+    else if (reasoning.length > length) this.thought.append(reasoning.slice(length));
+    this.shownThought = reasoning;
   }
 
   drawCalls(isRunning, isLast) {

@@ -9,6 +9,7 @@ const NAME = "tidegate";
 const STORE = "conversations";
 export const MAX_CONVERSATIONS = 1000;
 export const MAX_BYTES = 50_000_000;
+const BATCH = 50; // conversations that are read at once, so that the page can draw in between
 
 export class ConversationStore {
   constructor() {
@@ -24,12 +25,22 @@ export class ConversationStore {
       const opening = indexedDB.open(NAME, 1);
       opening.onupgradeneeded = () => opening.result.createObjectStore(STORE, { keyPath: "id" });
       this.database = await done(opening);
-      const found = await done(this.table("readonly").getAll());
+      const found = await this.readAll();
       this.isLasting = true;
       for (const { id, used, bytes } of found) this.sizes.set(id, { id, used, bytes });
       return found.map(({ conversation }) => conversation).sort((a, b) => b.used - a.used);
     } catch {
       return [];
+    }
+  }
+
+  async readAll() {
+    const table = this.table("readonly");
+    const found = [];
+    for (let range = null; ; range = IDBKeyRange.lowerBound(found.at(-1).id, true)) {
+      const batch = await done(table.getAll(range, BATCH));
+      found.push(...batch);
+      if (batch.length < BATCH) return found;
     }
   }
 
