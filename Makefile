@@ -102,16 +102,18 @@ INSTALL_TORCH := $(BIN)/python -m tools.torch_build --device $(DEVICE) \
 	$(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
 install = echo '== Installing Tidegate and its libraries ($(1)) into $(VENV); once, a minute or so' && \
 	{ command -v c++ > /dev/null || command -v g++ > /dev/null || echo '$(NO_COMPILER)'; } && \
-	{ $(BIN)/python -m pip install --quiet --upgrade pip 'setuptools>=77' && \
-	{ $(BUILD_KERNELS) > $(VENV)/build.log 2>&1 & } && \
+	{ $(BIN)/python -m pip install -qq --retries 1 --upgrade pip 'setuptools>=77' || \
+	{ echo '$(NO_INDEX)' >&2; false; }; } && \
+	{ $(BUILD_KERNELS) > $(VENV)/build.log 2>&1 & } && { \
 	$(INSTALL_TORCH) && \
 	$(BIN)/python -m pip install --progress-bar on --no-compile --editable '.[$(1)]' && wait || \
 	{ echo '$(NOT_INSTALLED)' >&2; false; }; } && \
 	{ $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM_IMPORTED)' $(VENV)/lib || true; }
 
 NO_COMPILER := == There is no C++ compiler, so steps will be slower: install g++, and then run make clean serve
-NOT_INSTALLED := Tidegate could not be installed; the reason is above. \
-	Without a network, or with a proxy or a mirror: docs/start/installation.md
+NO_INDEX := pip cannot get packages from its index: check the network, and PIP_INDEX_URL if you have a \
+	mirror or HTTPS_PROXY for a proxy. Without a network: docs/start/installation.md
+NOT_INSTALLED := Tidegate could not be installed; the reason is above
 
 # Pythons that are new enough, and may be installed beside one that is not.
 NEWER_PYTHONS := python3.14 python3.13 python3.12 python3.11

@@ -47,8 +47,9 @@ WORKER = [
     "safetensors>=0.5,<1",
     "torch>=2.11,<2.14",
 ]
-HUB = [  # downloads from the Hugging Face Hub; `tokenizers` requires it as well
-    "huggingface_hub>=2,<3",
+HUB = [  # downloads of models
+    "huggingface_hub>=2,<3",  # from the Hugging Face Hub; `tokenizers` requires it as well
+    "pip>=23.1",  # the default model; an environment that uv has made lacks it
 ]
 TRANSFORMERS = [  # architectures without a family of ours (docs/models/transformers.md)
     "transformers>=5.23,<6",

@@ -131,8 +131,7 @@ def choose_index(
     choices = [(), *(("--extra-index-url", url, *ASK_ONCE) for url in cpu_indexes)]
     for options in choices if cpu_indexes else ():
         # A list of versions is one small page. A plan reads the metadata of thirty packages.
-        found = _pip("index", "versions", "torch", *options, is_captured=True)
-        if CPU_LABEL in found.stdout:
+        if CPU_LABEL in _answer_of_pip("index", "versions", "torch", *options):
             downloads = plan(requirement, options)
             if not needs_nvidia(downloads):
                 return options, downloads
@@ -143,7 +142,7 @@ def plan(requirement: str, options: Sequence[str] = ()) -> list[PlannedPackage]:
     """Return what pip would download for a requirement with these options; [] if it is installed.
     Raises Failure if pip finds no such package."""
     dry_run = ("install", "--dry-run", *READ_METADATA, "--report", "-", *options, requirement)
-    done = _pip("-qq", *dry_run, is_captured=True)
+    done = _pip("-qq", *dry_run, stdout=subprocess.PIPE)
     if done.returncode:
         raise Failure(f"pip cannot install {requirement}; its message is above")
     found: list[dict[str, Any]] = json.loads(done.stdout)["install"]
@@ -215,7 +214,7 @@ def _is_installed() -> bool:
 def _install_with_uv(requirement: str, has_driver: bool) -> bool:
     """Return whether uv has installed torch. It is not tried if pip has an index of its own."""
     uv = shutil.which("uv")
-    settings = _pip("config", "list", is_captured=True).stdout.splitlines()
+    settings = _answer_of_pip("config", "list").splitlines()
     names = [line.partition("=")[0] for line in settings]
     if uv is None or any(name.endswith(OWN_INDEX) for name in names):
         return False
@@ -229,11 +228,16 @@ def _install_with_uv(requirement: str, has_driver: bool) -> bool:
     return False
 
 
-def _pip(*words: str, is_captured: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run pip. Its errors are printed, and its output too unless `is_captured`."""
+def _answer_of_pip(*words: str) -> str:
+    """Return what pip prints; "" if it fails, whatever the reason."""
+    return _pip(*words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+
+
+def _pip(
+    *words: str, stdout: int | None = None, stderr: int | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "pip", *words]
-    stdout = subprocess.PIPE if is_captured else None
-    return subprocess.run(command, stdout=stdout, text=True, check=False)
+    return subprocess.run(command, stdout=stdout, stderr=stderr, text=True, check=False)
 
 
 def _say(line: str) -> None:

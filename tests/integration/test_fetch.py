@@ -103,7 +103,7 @@ def test_without_a_network_one_line_explains_how_to_use_a_local_model(
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{free_port()}/simple")
     with pytest.raises(
-        Failure, match=r"index cannot be reached\. .*tidegate serve PATH"
+        Failure, match=r"index cannot be reached; .*PROXY.*PIP_INDEX.*\. .*tidegate serve PATH"
     ) as failure:
         fetch(CATALOGUE[DEFAULT], tmp_path)
     assert "\n" not in str(failure.value)

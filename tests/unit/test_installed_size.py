@@ -13,6 +13,7 @@ REQUIRED = {
     "llguidance",
     *("gguf", "numpy", "safetensors", "torch"),
     "huggingface_hub",
+    "pip",  # it downloads with the index, the proxy and the certificates of this user
 }
 """The packages that Tidegate itself requires. A new one needs a reason beside it."""
 

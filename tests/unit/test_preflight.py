@@ -20,6 +20,7 @@ from protocol.tools.start_facts import GIB, CudaDriver, GpuFacts, Preflight
 from tests.support.checkpoints import random_llama, write_directory
 from tests.support.family_models import random_model
 from tests.support.gguf_files import write_gguf
+from tests.support.model import smollm2_gguf
 from tests.support.sparse_checkpoint import write_sparse_llama
 from tests.support.tiny_checkpoint import write_tiny_llama
 from tools import doctor_findings as findings
@@ -216,6 +217,7 @@ def a_driver(*free: int, cuda: tuple[int, int] = (13, 0)) -> CudaDriver:
     return CudaDriver(version="580.95", cuda=cuda, gpus=gpus)
 
 
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 NO_GPU = CudaDriver(problem="NVIDIA's driver finds no GPU", remedy="check nvidia-smi")
 
 
@@ -290,6 +292,15 @@ def test_a_setting_that_shortens_requests_is_reported(tiny: Path) -> None:
     (plan,) = preflight([config(tiny)]).plans
     assert limit(plan) is None
     assert "64 of the model's 128 tokens" in str(limit(replace(plan, max_len=64)))
+
+
+def test_the_default_model_needs_no_more_memory_than_the_readme_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (said,) = re.findall(r"^\| memory \| (\d+) GB free for the default", README, re.MULTILINE)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: int(said) * 10**9)
+    (plan,) = preflight([config(smollm2_gguf())]).plans
+    assert plan.max_len >= 4096
 
 
 def test_without_a_driver_the_problem_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from protocol.engine.model_card import write_card as write_card_file
 from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import attach_if_supervised
 from protocol.process.log_lines import LogStyle
+from protocol.process.process_title import set_title
 from protocol.shared import api_keys
 from protocol.wire.cluster_key import write_cluster_key
 from protocol.wire.sockets import engine_address, run_directory
@@ -433,6 +434,7 @@ def _serve(
     log: ServerLog,
     background: Background | None,
 ) -> int:
+    set_title("supervisor")
     has_model = bool(plan.engines or plan.serve.render_only)
     loads = bool(plan.planned.loaded if plan.planned else plan.engines)
 

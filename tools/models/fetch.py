@@ -274,7 +274,10 @@ def no_download(entry: WheelFile, log: str, hint: str) -> Failure:
     errors = [line for line in lines if line.startswith("ERROR:")] or lines
     reason = errors[0].removeprefix("ERROR:").strip().rstrip(".") if errors else "no message"
     if any("Retrying" in line for line in lines):  # pip retries only broken connections
-        reason = "the package index cannot be reached"
+        reason = (
+            "the package index cannot be reached; check the network, HTTPS_PROXY for a proxy, and "
+            "PIP_INDEX_URL for a mirror"
+        )
     message = f"cannot download {entry.name}: {reason}" + (f". {hint}" if hint else "")
     return Failure(message, exit_code=ExitCode.NO_DOWNLOAD)
 

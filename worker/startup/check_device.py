@@ -71,8 +71,8 @@ def gpu_problem(build: TorchBuild, driver: CudaDriver, index: int = 0) -> tuple[
         version = build.version.partition("+")[0]
         return (
             f"the installed torch ({build.version}) is a build for CPUs",
-            f"install a build for CUDA: {sys.executable} -m pip --isolated install "
-            f"--force-reinstall torch=={version}",
+            f"install a build for CUDA, a download of gigabytes: {sys.executable} -m pip "
+            f"--isolated install --force-reinstall torch=={version}",
         )
     if driver.cuda[0] < build.toolkit[0]:
         return (
