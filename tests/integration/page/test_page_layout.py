@@ -123,7 +123,7 @@ def test_all_controls_have_names_and_a_visible_focus(visit: Visitor) -> None:
         assert page.evaluate(UNNAMED) == []
         page.evaluate("document.querySelector('.skip').focus()")
         seen = []
-        for _ in range(12):
+        for _ in range(20):
             element, is_seen = page.evaluate(FOCUS)
             assert is_seen or element.startswith("<body"), element
             seen.append(element)
