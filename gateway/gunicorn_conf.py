@@ -29,6 +29,7 @@ from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import attach_to_parent, die_with_parent
 from protocol.process.malloc import map_large_pieces
 from protocol.process.open_files import raise_file_limit
+from protocol.process.process_title import set_title
 from protocol.process.quick_exit import quick_exit
 from protocol.process.start_gate import wait_at_gate
 
@@ -152,6 +153,7 @@ if workers > 1:  # must be set before prometheus_client is imported: see gateway
 def on_starting(server: Any) -> None:
     """Have the server wait for all its workers before it is ready. gunicorn calls this in the
     master, before the first fork."""
+    set_title("gateway")
     server.gateway_start = GatewayStart(server.cfg.workers)
 
 
@@ -166,13 +168,14 @@ def pre_fork(server: Any, worker: Any) -> None:
     worker.place = server.gateway_start.take_place()
 
 
-def post_fork(_server: Any, _worker: Any) -> None:
+def post_fork(_server: Any, worker: Any) -> None:
     """Have the kernel signal this worker when the master ends, and have the memory of large bodies
     returned when they are freed. gunicorn calls this after the fork.
 
     `GatewayWorker.notify` also checks for the master, but only once a second, and only while the
     worker serves.
     """
+    set_title(f"gateway {worker.age}")  # the number of workers so far
     die_with_parent(signal.SIGQUIT)
     map_large_pieces()
 

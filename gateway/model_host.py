@@ -178,7 +178,7 @@ class ModelHost:
             created_at,
             max_len,
             limits,
-            defaults.for_temperature(),
+            defaults.for_request(),
             output_format,
             fills,
         )

@@ -39,17 +39,25 @@ def version() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDefaults:
-    """Values for the sampling parameters that a request does not set."""
+    """Values for the sampling parameters that a request does not set: of --default-sampling, the
+    model's files or the catalogue."""
 
-    #: If its temperature is above 0: of --default-sampling, the model card or the catalogue.
-    sampled: SamplingDefaults
-    #: If its temperature is 0: the same, without those of the catalogue.
-    greedy: SamplingDefaults
+    #: For most requests.
+    usual: SamplingDefaults
+    #: The same, without the penalties that the catalogue recommends against loops. They would
+    #: change the most likely tokens, and the quotes and brackets of a long JSON value.
+    unpenalised: SamplingDefaults
 
-    def for_temperature(self, temperature: float | None = None) -> SamplingDefaults:
-        """Return the values for a request with this temperature; None: it does not set one."""
-        used = self.sampled.temperature if temperature is None else temperature
-        return self.greedy if used == 0 else self.sampled
+    def for_request(
+        self, temperature: float | None = None, *, is_free: bool = True
+    ) -> SamplingDefaults:
+        """Return the values for a request.
+
+        temperature   its temperature; None: it does not set one
+        is_free       whether its answer is text in no prescribed form
+        """
+        used = self.usual.temperature if temperature is None else temperature
+        return self.usual if is_free and used != 0 else self.unpenalised
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +92,11 @@ class ModelOptions:
 
     def defaults_of(self, card: ModelCard) -> RequestDefaults:
         """Return the sampling parameters of requests that do not set them."""
-        greedy = self.default_sampling.with_fallback(card.defaults)
-        return RequestDefaults(sampled=greedy.with_fallback(card.recommended), greedy=greedy)
+        own = self.default_sampling.with_fallback(card.defaults)
+        return RequestDefaults(
+            usual=own.with_fallback(card.recommended),
+            unpenalised=own.with_fallback(card.recommended.without_penalties()),
+        )
 
     def effective_card(self, card: ModelCard) -> ModelCard:
         """Return `card` with the operator's chat template, if there is one."""

@@ -60,7 +60,7 @@ COMMAND_GROUPS = {
         "config": "show the options of a server, and where each comes from",
     },
     "use": {
-        "run": "print one answer of a model",
+        "run": "print one answer of a model, or chat with it",
         "chat": "chat with a server",
         "launch": "start a coding agent that uses a server",
         "run-batch": "answer all lines of a file, each exactly once",

@@ -23,6 +23,7 @@ from protocol.process.devices import DeviceInUse
 from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import attach_to_parent
 from protocol.process.log_lines import log_to_stderr
+from protocol.process.process_title import set_title
 from protocol.process.start_gate import wait_at_gate
 from protocol.wire import sockets
 from protocol.worker.steps import WorkerFailed
@@ -72,6 +73,7 @@ def run(
 
     close   closes the connection to the engine
     """
+    set_title(f"worker {config.rank}")
     gc.disable()  # loading creates no garbage; collections took a tenth of its time
     try:
         timing = StartupTiming()

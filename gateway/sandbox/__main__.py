@@ -49,6 +49,7 @@ from gateway.sandbox.messages import (
     to_frame,
 )
 from protocol.process.lifeline import die_with_parent
+from protocol.process.process_title import set_title
 
 MAX_OUTPUT_CHARS = 16_000_000
 MAX_MESSAGE_CHARS = 1_000
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--nice", type=int, default=0, help="added to the niceness")
     options = parser.parse_args()
     os.closerange(3, 1 << 20)  # close sockets that the gateway's parent lets children inherit
+    set_title("templates")
     die_with_parent(signal.SIGKILL)
     os.nice(options.nice)
     footprint = Footprint()

@@ -40,6 +40,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
         """Return these defaults, with the values of `fallback` for parameters that are unset."""
         return SamplingDefaults(**(fallback.set_values() | self.set_values()))
 
+    def without_penalties(self) -> SamplingDefaults:
+        """Return the same defaults without those for the tokens so far."""
+        return msgspec.structs.replace(
+            self, frequency_penalty=None, presence_penalty=None, repetition_penalty=None
+        )
+
     def effective_values(self) -> dict[str, Any]:
         """Return, for each parameter, the value that applies to a request without sampling
         parameters."""
@@ -136,8 +142,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     #: JSON in which the checkpoint describes the format of its answers; None if it does not.
     response_template: str | None = None
     defaults: SamplingDefaults = SamplingDefaults()
-    #: The catalogue's values for parameters that `defaults` do not set. They are not for greedy
-    #: requests, because a client that sets temperature 0 wants the most likely tokens.
+    #: The catalogue's values for parameters that `defaults` do not set. Penalties among them are
+    #: not for every request (`gateway.served_model.RequestDefaults`).
     recommended: SamplingDefaults = SamplingDefaults()
     #: dtype of the weights in memory: "bfloat16" or "float32".
     dtype: str = "float32"

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from protocol.process.control_groups import CGROUPS, own_groups
 from protocol.process.control_groups import PROC as PROC
 
+TITLE_PREFIX = "tidegate: "
+"""Start of the titles of our processes (process_title.py)."""
 STOPPED = "T"
 """State of a process that a signal has stopped. A debugger's stop is another state, "t"."""
 ZOMBIE = "Z"
@@ -78,13 +80,15 @@ def read_command_line(pid: int, proc: Path = PROC) -> list[str]:
         line = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return []
-    return line.removesuffix("\0").split("\0") if line else []
+    return line.rstrip("\0").split("\0") if line else []
 
 
 def program_name(pid: int, proc: Path = PROC) -> str:
-    """Return the module after -m on a process's command line, or else the name of its program.
-    Return "?" if the process is gone."""
+    """Return the title of a process, if it is one of ours that has set it, or else the module after
+    -m on its command line, or else the name of its program. Return "?" if the process is gone."""
     arguments = read_command_line(pid, proc)
+    if arguments and arguments[0].startswith(TITLE_PREFIX):
+        return arguments[0]
     modules = [b for a, b in pairwise(arguments) if a == "-m"]
     return modules[0] if modules else Path(arguments[0]).name if arguments else "?"
 

@@ -239,6 +239,12 @@ class DownloadableModel(msgspec.Struct, frozen=True, omit_defaults=True, kw_only
     download_bytes: int = 0
     #: Memory of its weights, as they are downloaded; 0: unknown.
     weights_bytes: int = 0
+    #: Memory to serve it with a small KV cache, estimated; 0: unknown.
+    needed_bytes: int = 0
+    #: Tokens of one request that cannot be exceeded in a second on this machine; 0: unknown.
+    max_tokens_per_s: float = 0.0
+    #: Whether it is among the best of its size for most uses.
+    is_recommended: bool = False
     #: Whether the Hub gives its files only to users who accepted the model's terms.
     is_gated: bool = False
     #: Whether the model is served.

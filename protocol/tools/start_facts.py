@@ -81,6 +81,17 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     attention: list[str] = []
 
 
+class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of the device that a worker would choose."""
+
+    #: "cpu" or "cuda:0".
+    device: str
+    #: Free memory of the GPU, or of this container if the device is the CPU.
+    free_bytes: int
+    #: How fast all cores together read it; 0: not measured, because the device is a GPU.
+    read_bytes_per_s: float
+
+
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that a model needs on one worker, estimated from the headers of its files."""
 

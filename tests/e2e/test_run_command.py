@@ -12,6 +12,7 @@ import pytest
 
 from protocol.process.exit_codes import ExitCode
 from tests.support.processes import ROOT, Program, descendants_of, is_alive
+from tests.support.pseudo_terminal import PseudoTerminal
 from tests.support.server import Server
 from tests.support.waiting import eventually
 
@@ -47,6 +48,21 @@ def test_a_server_is_started_for_one_answer_and_ends_with_it(
     assert (first.returncode, first.stderr) == (0, "")
     assert first.stdout.strip()
     assert run(babbling_model, "hello", *SHORT).stdout == first.stdout
+    assert servers(runtime) == []
+
+
+def test_without_a_prompt_a_terminal_has_a_chat_whose_server_ends_with_it(
+    babbling_model: str, runtime: Path, tmp_path: Path
+) -> None:
+    home = {"TIDEGATE_HOME": str(tmp_path / "home"), "TERM": "xterm"}
+    command = [sys.executable, *TOOL, babbling_model, "--max-tokens", "5"]
+    with PseudoTerminal(command, environment=home) as terminal:
+        assert eventually(lambda: terminal.shows("Ctrl-D ends"), within_s=180), terminal.text
+        assert servers(runtime)
+        terminal.press(b"hello\n")
+        assert eventually(lambda: terminal.shows("length]")), terminal.text
+        terminal.press(b"/quit\n")
+        assert terminal.process.wait(60) == 0
     assert servers(runtime) == []
 
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from signal import SIGINT
+from threading import Thread
 
 import pytest
 
@@ -121,6 +124,63 @@ def test_an_answer_is_repeated_saved_and_forgotten(
     assert len(json.loads((tmp_path / "b.json").read_text())["messages"]) == 1
 
 
+def test_a_saved_conversation_is_loaded_and_continued(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str], tmp_path: Path
+) -> None:
+    counting(engine)
+    with chat(gateway, home, "--system", "Be brief.") as terminal:
+        say(terminal, "an elephant", "answer 1")
+        say(terminal, f"/save {tmp_path}/a.json", "saved 2 messages")
+        say(terminal, f"/save {tmp_path}/a.md", "saved 2 messages")
+    with chat(gateway, home) as terminal:
+        say(
+            terminal,
+            f"/load {tmp_path}/a.json",
+            f"loaded 2 messages of a chat with {name_of(gateway)}",
+        )
+        say(terminal, f"/load {tmp_path}/a.md", "")  # is refused, and changes nothing
+        say(terminal, "and a mouse", "answer 2")
+    prompt = prompt_of(engine)
+    assert [
+        prompt.find(each) for each in ("Be brief.", "an elephant", "answer 1", "mouse")
+    ] == sorted(prompt.find(each) for each in ("Be brief.", "an elephant", "answer 1", "mouse"))
+    assert "Be brief." in prompt
+
+
+def test_a_parameter_is_set_within_its_range_and_listed(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str]
+) -> None:
+    counting(engine)
+    with chat(gateway, home, "--temperature", "1.5") as terminal:
+        say(
+            terminal,
+            "/set temperature 0.25",
+            "temperature         0.25        a number from 0 to 2",
+        )
+        say(terminal, "/set temperature 3", "")  # is refused
+        say(terminal, "/set top-k 7", "top_k               7")
+        say(terminal, "hello", "answer 1")
+        assert (engine.generates[0].params.temperature, engine.generates[0].params.top_k) == (
+            0.25,
+            7,
+        )
+        say(terminal, "/set top_k default", "top_k               default")
+        say(terminal, "/set", "temperature         0.25")
+        say(terminal, "hello", "answer 2")
+        assert engine.generates[1].params.top_k != 7
+
+
+def test_an_answer_is_wrapped_at_the_width_of_the_terminal(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str]
+) -> None:
+    engine.script = lambda generate: text_reply(("sailed away " * 12).strip(), size=3)
+    with chat(gateway, home) as terminal:  # which has 100 columns
+        say(terminal, "hello", "stop]")
+        lines = terminal.text.replace("\r\n", "\n").split("\n")
+    assert " ".join(["sailed away"] * 8) in lines, lines
+    assert " ".join(["sailed away"] * 4) in lines
+
+
 def test_a_message_has_several_lines(
     engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str]
 ) -> None:
@@ -192,6 +252,22 @@ def test_an_answer_in_a_pipe_is_exactly_what_the_model_wrote(
     assert ran.stdout == "**b** \x1b[2J\n\n"
 
 
+def test_a_program_that_is_no_model_server_is_not_taken_for_a_server_that_is_down(
+    tmp_path: Path,
+) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        command = [*TOOL, "chat", "--url", url]
+        ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, cwd=ROOT)
+        server.shutdown()
+    assert ran.returncode == 1
+    assert f"the program at {url} serves no models" in ran.stderr
+    ran = subprocess.run(command, input="hello\n", capture_output=True, text=True, cwd=ROOT)
+    assert f"no server answers at {url}" in ran.stderr
+
+
 # ---- tidegate run
 def run(
     gateway: GatewayProcess, *words: str, said: str | None = None
@@ -199,6 +275,22 @@ def run(
     command = [*TOOL, "run", *words, "--url", gateway.url]
     source = {"input": said} if said is not None else {"stdin": subprocess.DEVNULL}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **source)  # type: ignore[call-overload]
+
+
+def test_without_a_prompt_a_terminal_has_a_chat(
+    engine: ScriptedEngine, gateway: GatewayProcess, home: dict[str, str]
+) -> None:
+    counting(engine)
+    words = ["run", name_of(gateway), "--url", gateway.url, "--temperature", "0.5"]
+    with PseudoTerminal([*TOOL, *words], environment=home) as terminal:
+        assert eventually(lambda: terminal.shows("Ctrl-D ends")), terminal.text
+        say(terminal, "hello", "answer 1")
+        assert engine.generates[0].params.temperature == 0.5
+        end_input(terminal, "answer 1")
+    for option in ("--json", "--raw"):  # of one answer
+        with PseudoTerminal([*TOOL, *words, option], environment=home, has_stderr=True) as terminal:
+            assert terminal.process.wait(60) == 2
+            assert eventually(lambda shown=terminal: shown.shows("the prompt is empty"))  # type: ignore[misc]
 
 
 def test_only_the_answer_is_printed(engine: ScriptedEngine, gateway: GatewayProcess) -> None:

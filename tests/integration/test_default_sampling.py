@@ -60,12 +60,23 @@ def test_every_api_has_the_same_defaults_and_the_request_wins(
 
 
 @pytest.mark.parametrize(("path", "body"), CHATS, ids=[path for path, _ in CHATS])
-def test_a_greedy_request_gets_no_default_of_the_catalogue(
+def test_a_greedy_request_gets_no_penalty_of_the_catalogue(
     engine: ScriptedEngine, gateway: GatewayProcess, path: str, body: dict[str, Any]
 ) -> None:
     params = sampled(engine, gateway, path, body | {"temperature": 0})
     assert (params.frequency_penalty, params.presence_penalty) == (0.0, 0.5)
     assert (params.top_p, params.logit_bias) == (0.9, {5: -1.0})
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_answer_with_a_grammar_gets_no_penalty_of_the_catalogue(
+    engine: ScriptedEngine, gateway: GatewayProcess, path: str
+) -> None:
+    body = dict(CHATS)[path] | {"structured_outputs": {"choice": ["Hello!", "Bye!"]}}
+    params = sampled(engine, gateway, path, body)
+    assert (params.frequency_penalty, params.presence_penalty) == (0.0, 0.5)
+    own = sampled(engine, gateway, path, body | {"frequency_penalty": 0.75})
+    assert own.frequency_penalty == 0.75
 
 
 def test_token_requests_use_only_their_own_sampling_parameters(

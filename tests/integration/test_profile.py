@@ -63,7 +63,7 @@ def test_a_trace_is_written_to_the_directory_and_every_process_is_listed(
     assert re.match(rf"20 steps in [0-9.]+ s: {re.escape(str(file))}\n", out)
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert any(event["name"] == "aten::linear" for event in events)
-    for name in ("tools", "gunicorn", "engine_core", "worker"):
+    for name in ("supervisor", "gateway", "gateway 1", "engine", "worker 0"):
         assert re.search(rf"^{name} +\d+ +\d\.\d\d$", out, re.MULTILINE), out
 
 

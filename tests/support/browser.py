@@ -40,6 +40,24 @@ _STORED = """async ([title, text]) => {
     conversation.title === title && conversation.messages.some(({ content }) => content === text));
 }"""
 
+_STORE = """async ([number, length, text]) => {
+  const done = (request) =>
+    new Promise((resolve) => (request.onsuccess = () => resolve(request.result)));
+  const database = await done(indexedDB.open("tidegate"));
+  const store = database.transaction("conversations", "readwrite").objectStore("conversations");
+  for (let used = number; used > 0; used -= 1) {
+    const messages = Array.from({ length }, (_, place) => ({
+      id: `${used}-${place}`, role: place % 2 ? "assistant" : "user", content: text, reasoning: "",
+      calls: [], finish: "stop", tokens: 9, model: "scripted", settings: {},
+    }));
+    const id = `stored-${used}`;
+    const conversation =
+      { id, title: `Conversation ${used}`, model: "scripted", settings: {}, messages, used };
+    await done(store.put({ id, used, bytes: 2 * length * text.length, conversation }));
+  }
+  database.close();
+}"""
+
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
@@ -156,6 +174,12 @@ def await_stored(page: Page, title: str, text: str) -> None:
     """Wait until the browser has stored a conversation with this title and a message of this text.
     A page that is closed earlier may lose its last change."""
     page.wait_for_function(_STORED, arg=[title, text])
+
+
+def store_conversations(page: Page, number: int, *, num_messages: int = 2, text: str = "x") -> None:
+    """Store conversations called "Conversation 1" and so on in the browser, as the page does. The
+    last one was used last. The page shows them after it is loaded again."""
+    page.evaluate(_STORE, [number, num_messages, text])
 
 
 def is_wider_than_screen(page: Page) -> bool:

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from protocol.engine.model_card import SamplingDefaults
-from tools.commands.models import resolve
+from protocol.tools.start_facts import MemoryFacts
+from tools.commands.models import hub_lines, resolve
 from tools.failure import Failure
 from tools.models.catalogue import (
     CATALOGUE,
@@ -24,11 +25,14 @@ from tools.models.catalogue import (
     Entry,
     HubEntry,
     catalogue_digest,
+    catalogue_entries,
+    recommended_for,
 )
 from tools.models.fetch import (
     ProgressLines,
     cached_file,
     fetch,
+    format_size,
     home,
     is_cached,
     largest_file,
@@ -105,6 +109,54 @@ def test_a_quantised_model_of_the_catalogue_is_one_file_with_a_known_digest(
     assert 0 < entry.file_bytes <= 1.2 * entry.parameters
     assert entry.form in entry.source.upper()
     assert 0 < entry.token_bytes <= entry.weight_bytes
+
+
+@pytest.mark.parametrize("entry", HUB_MODELS.values(), ids=lambda entry: entry.name)
+def test_the_shown_parts_of_the_needed_memory_sum_up_to_the_shown_total(entry: HubEntry) -> None:
+    def shown(size: float) -> float:
+        """Return the GB that a user reads."""
+        return round(size / 1e9, 1)
+
+    assert f"{format_size(entry.rest_bytes)} for K/V" in " ".join(hub_lines(entry, None))
+    parts = shown(entry.weight_bytes) + shown(entry.rest_bytes)
+    assert shown(entry.needed_bytes) == pytest.approx(parts)
+
+
+def test_the_lines_of_a_model_say_how_fast_it_can_be_or_that_it_is_too_large() -> None:
+    entry = HUB_MODELS["qwen3-30b-a3b"]
+    read = 2.0 * entry.token_bytes
+    for free, words in ((entry.needed_bytes, "at most 2 tokens/s here"), (10**9, "too large")):
+        facts = MemoryFacts(device="cpu", free_bytes=free, read_bytes_per_s=read)
+        (line,) = [line for line in hub_lines(entry, facts) if words in line]
+        assert line.startswith("needs about 22.3 GB of memory")
+    gpu = MemoryFacts(device="cuda:0", free_bytes=10**12, read_bytes_per_s=0)
+    assert "tokens/s" not in " ".join(hub_lines(entry, gpu))
+
+
+def test_a_mixture_of_experts_reads_only_the_experts_of_a_token() -> None:
+    whole, experts = HUB_MODELS["qwen3-8b"], HUB_MODELS["qwen3-30b-a3b"]
+    assert whole.token_bytes == whole.weight_bytes
+    assert experts.weight_bytes > 3 * whole.weight_bytes
+    assert experts.max_tokens_per_s(1e10) > 2 * whole.max_tokens_per_s(1e10)
+
+
+@pytest.mark.parametrize("memory_gb", [0, 1, 4, 16, 64])
+def test_the_largest_recommended_model_that_fits_comes_first(memory_gb: int) -> None:
+    found = recommended_for(memory_gb * 10**9)
+    sizes = [entry.needed_bytes for entry in found]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(size <= memory_gb * 10**9 for size in sizes)
+    assert bool(found) == (memory_gb > 1)
+
+
+def test_clients_see_the_recommended_models_of_the_hub_first() -> None:
+    names = [entry.name for entry in catalogue_entries(1e10)]
+    best = [entry.is_recommended for entry in catalogue_entries(1e10)]
+    assert sorted(names) == sorted([*CATALOGUE, *HUB_MODELS])
+    assert best == [False] * len(CATALOGUE) + sorted(best[len(CATALOGUE) :], reverse=True)
+    speeds = {entry.name: entry.max_tokens_per_s for entry in catalogue_entries(1e10)}
+    assert speeds["qwen3-1.7b"] == pytest.approx(5.45, abs=0.01)
+    assert all(each.max_tokens_per_s == 0 for each in catalogue_entries())
 
 
 def test_the_default_model_is_in_the_catalogue() -> None:

@@ -1,5 +1,5 @@
-"""Links between pages lead to files and headings that exist, pages for contributors are short and
-name what is in the code, and the changelog has the current version."""
+"""Links between pages lead to files and headings that exist, the index has every page, pages for
+contributors are short and name what is in the code, and the changelog has the current version."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist(page: Path) -> None
         assert target.exists(), f"{page.name} links to {link}, which does not exist"
         if anchor:
             assert anchor in anchors(target), f"{page.name} links to {link}: no such heading"
+
+
+def test_every_page_is_one_row_of_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    rows = re.findall(
+        r"^\| \[[^\]]+\]\(([^)]+)\) \|", index.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    pages = {path.relative_to(index.parent).as_posix() for path in index.parent.rglob("*.md")}
+    listed = [row for row in rows if not row.startswith("../")]
+    assert sorted(listed) == sorted(pages - {"README.md"})
 
 
 def test_the_changelog_has_a_heading_for_the_version() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +16,7 @@ from gateway.http.body import convert
 from protocol.wire.errors import InvalidRequest
 from protocol.wire.field_errors import field_error
 from protocol.wire.field_words import allowed_words, shown
+from tests.support.processes import ROOT
 
 
 class Plain(msgspec.Struct, forbid_unknown_fields=True):
@@ -159,3 +162,46 @@ def refusal(fields: dict[str, Any], body: type) -> str:
     except InvalidRequest as error:
         return error.message
     return ""
+
+
+# ---- the refusals that the gateway writes itself
+
+
+STRANGE = {
+    r"\bgot \{": "InvalidRequest.wrong shows a value short and escaped",
+    r"(\bit is|, not) \{": "a refusal says what came after 'got'",
+    r"\bnon-empty\b|\bnull or\b": "an allowed value is described in the words of field_words",
+    r"`|\b(int|str|float|bool|dict|None|NoneType|True|False)\b": "clients do not know Python",
+    r"^[\w.{}\[\]]+ must ": "a colon follows the path",
+}
+"""Pattern in the text of a refusal -> the rule that it breaks."""
+NUMBERS = re.compile(r"got \{[^{}]*:,\}|got \{(self\.max_tokens|len\(members\))\}")
+"""A count cannot be long."""
+
+
+def refusal_texts() -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of each refusal in the gateway and in protocol. Expressions stand in
+    braces, as in the source."""
+    for path in sorted([*(ROOT / "gateway").rglob("*.py"), *(ROOT / "protocol").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and "InvalidRequest" in ast.unparse(node.func):
+                for part in node.args:
+                    if isinstance(part, ast.Constant | ast.JoinedStr):
+                        text = ast.unparse(part).removeprefix("f")[1:-1]
+                        yield f"{path.relative_to(ROOT)}:{node.lineno}", text
+
+
+def test_refusals_that_the_code_writes_have_one_style() -> None:
+    texts = list(refusal_texts())
+    assert len(texts) > 300
+    assert not [
+        (place, text, rule)
+        for place, text in texts
+        for pattern, rule in STRANGE.items()
+        if re.search(pattern, NUMBERS.sub("", text))
+    ]
+
+
+@pytest.mark.parametrize("text", ["{f}: got {kind!r}", "{f}: a; it is {x!r}", "{f} must be b"])
+def test_a_text_of_another_style_is_found(text: str) -> None:
+    assert any(re.search(pattern, text) for pattern in STRANGE)

@@ -232,6 +232,7 @@ LIGHT_ENTRANCES = {
     "tools.commands.run": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "huggingface_hub"},
     "tools.commands.serve": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "ray"},
     "worker.startup.card": {"torch", "transformers", "gguf"},
+    "worker.startup.memory_facts": HEAVY,
 }
 """Module -> libraries that importing the module must not load, not even indirectly."""
 

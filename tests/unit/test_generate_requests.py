@@ -48,7 +48,7 @@ def check_all(sampling: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def test_absent_parameters_are_neutral_whatever_the_models_defaults() -> None:
-    assert PLAIN.defaults.sampled.temperature == 0.7
+    assert PLAIN.defaults.usual.temperature == 0.7
     assert prepare.to_request(body_of(), PLAIN).choices == [SamplingParams()]
 
 

@@ -4,6 +4,7 @@ It is a stream machine: the printed text does not depend on how the input is cut
 is never changed. So it holds back what it cannot show yet: the start of a line that may become a
 heading, a list or a fence, and emphasised text until its end. That is at most one line, and at most
 MAX_SPAN characters of it: emphasis that does not end within these is printed as it was written.
+Lines are wrapped at the width of the terminal, except code.
 
 Shown are headings, lists, quotations, rules, fenced code, `code`, **strong** and *emphasised* text.
 Everything else, such as tables, links and formulas, is printed as it was written.
@@ -12,7 +13,10 @@ Everything else, such as tables, links and formulas, is printed as it was writte
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
+
+from tools.chat.wrap import LineWrapper
 
 MAX_SPAN = 200
 """The longest emphasised text, in characters."""
@@ -76,9 +80,13 @@ def _close_of(opened: re.Match[str]) -> re.Pattern[str]:
 
 
 class MarkdownPrinter:
-    """Converts pieces of markdown into text for a terminal."""
+    """Converts pieces of markdown into text for a terminal.
 
-    def __init__(self) -> None:
+    columns   returns the width of the terminal; None: lines are not wrapped
+    """
+
+    def __init__(self, columns: Callable[[], int] | None = None) -> None:
+        self._wrapper = LineWrapper(columns)
         self._held = ""
         self._before = "\n"  # the last character that was converted
         self._fence = ""  # the marker that started the fenced code; "": not in code
@@ -110,10 +118,10 @@ class MarkdownPrinter:
             printed, text = printed + text, ""
         else:
             converted, text = self._inline(text, is_whole=is_whole)
-            printed += converted
+            printed = self._wrapper.push(printed + converted)
         self._held = text
         if is_whole:
-            printed += (RESET if self._look else "") + "\n"
+            printed += self._wrapper.finish() + (RESET if self._look else "") + "\n"
             self._look, self._before, self._held = "", "\n", ""
         return printed
 
@@ -141,7 +149,9 @@ class MarkdownPrinter:
             return HEADING.on, rest
         if found["quote"]:
             self._look = FAINT.on
+            self._wrapper.indent(f"{indent}│ ")
             return f"{indent}{FAINT.on}│ ", rest
+        self._wrapper.indent(f"{indent}  ")
         return f"{indent}• ", rest
 
     def _inline(self, text: str, *, is_whole: bool) -> tuple[str, str]:

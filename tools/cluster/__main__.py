@@ -18,6 +18,7 @@ from protocol.config.cluster import ClusterConfig
 from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import attach_to_parent
 from protocol.process.log_lines import log_to_stderr
+from protocol.process.process_title import set_title
 
 log = logging.getLogger("cluster")
 
@@ -34,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         log.error("bad --config: %s", error)
         return ExitCode.USAGE
     log_to_stderr("cluster", config.log_format)
+    set_title("launcher")
     parent = attach_to_parent(signal.SIGTERM)
     for number in STOP_SIGNALS:  # nothing has to be stopped until the launcher runs
         signal.signal(number, lambda *_: os._exit(ExitCode.OK))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,8 +18,9 @@ from typing import Protocol
 
 from tools.chat.lines import MessageLines, add_to_history, read_history
 from tools.chat.markdown import MarkdownPrinter
-from tools.chat.options import add_sampling, sampling_of
+from tools.chat.options import SAMPLING, add_sampling, change, listed, sampling_of
 from tools.chat.reasoning import FAINT, PLAIN, ReasoningPrinter
+from tools.chat.saved import as_json, as_markdown, read_saved, restore
 from tools.chat.session import ChatAnswer, ChatSession
 from tools.failure import Failure
 from tools.http.web import KEY_VARIABLE, WebServer, no_server
@@ -45,13 +45,17 @@ examples:
 """
 
 HELP = """\
-/reset          start a new conversation     /system TEXT   set the system prompt (no TEXT: show it)
-/retry          answer the last message again
-/model NAME     talk to another model (no NAME: list the models)
-/save FILE      save it, as markdown if FILE ends with .md, else as JSON
-/quit           quit (or Ctrl-D)"""
+/reset            start a new conversation
+/retry            answer the last message again
+/system TEXT      set the system prompt (no TEXT: show it)
+/set NAME VALUE   set a sampling parameter, such as temperature 0.5 (no NAME: list them)
+/model NAME       talk to another model (no NAME: list the models)
+/save FILE        save the conversation, as markdown if FILE ends with .md, else as JSON
+/load FILE        continue a conversation that was saved as JSON
+/quit             quit (or Ctrl-D)
+A line that ends with \\ continues in the next one; so does \"\"\", until another \"\"\"."""
 
-COMMANDS = ("/help", "/model", "/quit", "/reset", "/retry", "/save", "/system")
+COMMANDS = ("/help", "/load", "/model", "/quit", "/reset", "/retry", "/save", "/set", "/system")
 PROMPT, CONTINUED = "> ", ". "
 HISTORY = "chat_history"
 
@@ -100,7 +104,7 @@ class PlainPrinter:
 
 
 class SafeMarkdown(MarkdownPrinter):
-    """Shows markdown in which no character can control the terminal."""
+    """Shows markdown in which no character can control the terminal, wrapped at its width."""
 
     def push(self, text: str) -> str:
         return super().push(safe_text(text))
@@ -171,10 +175,12 @@ class ChatTerminal:
     def _printer(self) -> AnswerPrinter:
         if not self._is_shown:
             return PlainPrinter(str)
-        return PlainPrinter(safe_text) if self._is_plain else SafeMarkdown()
+        return PlainPrinter(safe_text) if self._is_plain else SafeMarkdown(_columns)
 
     def _reasoning(self) -> AnswerPrinter:
-        return ReasoningPrinter() if self._is_shown else PlainPrinter(lambda text: "")
+        if not self._is_shown:
+            return PlainPrinter(lambda text: "")
+        return ReasoningPrinter(None if self._is_plain else _columns)
 
     def _command(self, name: str = "", argument: str = "") -> None:
         conversation = self._conversation
@@ -192,8 +198,12 @@ class ChatTerminal:
                 self._print_note(f"system prompt: {conversation.system or 'none'}")
             case "model":
                 self._choose_model(argument)
+            case "set":
+                self._set(argument)
             case "save":
                 self._save(argument)
+            case "load":
+                self._load(argument)
             case "help":
                 self._print_note(HELP)
             case _:
@@ -209,6 +219,30 @@ class ChatTerminal:
         others = [each for each in names if each != conversation.model]
         note = f"model: {conversation.model}" + (f"  (also: {', '.join(others)})" if others else "")
         self._print_note(note)
+
+    def _set(self, argument: str) -> None:
+        """Set a sampling parameter; without an argument, list them."""
+        conversation = self._conversation
+        if argument:
+            try:
+                conversation.options = change(conversation.options, argument)
+            except ValueError as error:
+                raise Failure(str(error)) from None
+        self._print_note(listed(conversation.options))
+
+    def _load(self, name: str) -> None:
+        """Replace the conversation by one that `_save` has written."""
+        if not name:
+            raise Failure("/load needs a file name")
+        try:
+            saved = read_saved(user_path(name).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise Failure(f"cannot load: {error}") from None
+        except ValueError as error:
+            raise Failure(f"cannot load {name}: {error}") from None
+        restore(saved, self._conversation)
+        num_messages = len(self._conversation.messages)
+        self._print_note(f"loaded {num_messages} messages of a chat with {saved.model}")
 
     def _save(self, name: str) -> None:
         if not name:
@@ -277,20 +311,6 @@ class ChatTerminal:
             print(f"{FAINT}{safe_text(text)}{PLAIN}")
 
 
-def as_json(conversation: ChatSession) -> str:
-    """Return the model and the messages of a conversation as JSON."""
-    saved = {"model": conversation.model, "messages": conversation.transcript}
-    return json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
-
-
-def as_markdown(conversation: ChatSession) -> str:
-    """Return a conversation as markdown, with a heading for each message."""
-    parts = [f"# Chat with {conversation.model}"]
-    for message in conversation.transcript:
-        parts += [f"## {message['role'].capitalize()}", message["content"].strip()]
-    return "\n\n".join(parts) + "\n"
-
-
 def _read_line(_prompt: str) -> str:
     line = sys.stdin.readline()
     if not line:
@@ -298,9 +318,22 @@ def _read_line(_prompt: str) -> str:
     return line.removesuffix("\n")
 
 
+def _columns() -> int:
+    """Return the width of the terminal that stdout is; 0 if it is unknown."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except OSError:
+        return 0
+
+
 def _complete(text: str, number: int) -> str | None:
-    """Return the command with this number among those that start with `text`, for readline."""
-    found = [command for command in COMMANDS if text and command.startswith(text)]
+    """Return the command with this number among those that start with `text`, or after /set the
+    parameter, for readline."""
+    import readline
+
+    is_set = readline.get_line_buffer().startswith("/set ")
+    words = [option.field for option in SAMPLING] if is_set else COMMANDS
+    found = [word for word in words if text and word.startswith(text)]
     return found[number] if number < len(found) else None
 
 

@@ -20,6 +20,7 @@ from protocol.config.serve import SoloConfig
 from protocol.config.worker import WorkerConfig
 from protocol.process.lifeline import attach_if_supervised
 from protocol.process.log_lines import LogStyle
+from protocol.process.process_title import set_title
 from protocol.sdk.client import Client
 from protocol.wire.errors import EngineNotReady
 from protocol.wire.sockets import local_address, run_directory
@@ -157,6 +158,8 @@ def _serve(
     terminal: Terminal,
     log: ServerLog,
 ) -> int:
+    set_title("supervisor")
+
     def log_start(children: Sequence[Child]) -> None:
         terminal.log(f"engine started (pid {children[0].pid}); model {engine.worker.model}")
         warn_of_left_out(terminal)

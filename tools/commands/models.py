@@ -16,12 +16,12 @@ from pathlib import Path
 import msgspec
 
 from protocol.process.exit_codes import ExitCode
-from protocol.tools.start_facts import Preflight
+from protocol.tools.start_facts import MemoryFacts, Preflight
 from tools.doctor_findings import describe_states
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, HubEntry, description
 from tools.models.fetch import PrintLine, fetch, format_size, home, print_on_stderr
-from tools.models.preflight import preflight_each
+from tools.models.preflight import memory_facts, preflight_each
 from tools.models.pulling import parse_name, pulled_path
 from tools.models.records import PulledModel
 from tools.models.stored import hub_cache, stored_models
@@ -131,19 +131,33 @@ def run(options: argparse.Namespace) -> int:
     for entry in CATALOGUE.values():
         print(f"{entry.name}\n  {entry.description}")
         print(f"  {entry.licence}; {format_size(entry.file_bytes)}")
+    facts = memory_facts(home() / "measurements")
     for hub_entry in HUB_MODELS.values():
-        print(f"{hub_entry.name}\n  {_description(hub_entry)}")
+        print("\n  ".join([hub_entry.name, *hub_lines(hub_entry, facts)]))
     return 0
 
 
-def _description(entry: HubEntry) -> str:
-    """Return what is known about a model on the Hub before its download, in two lines."""
+def hub_lines(entry: HubEntry, facts: MemoryFacts | None) -> list[str]:
+    """Return what is known about a model on the Hub before its download.
+
+    facts   the memory of this machine; None: not known
+    """
     terms = "; terms to accept on its page" if entry.is_gated else ""
     best = "; recommended" if entry.is_recommended else ""
-    return (
-        f"{description(entry)}\n"
-        f"  {entry.licence}{terms}; {format_size(entry.weight_bytes)} in {entry.form}{best}"
+    needs = (
+        f"needs about {format_size(entry.needed_bytes)} of memory "
+        f"({format_size(entry.weight_bytes)} of weights, "
+        f"{format_size(entry.rest_bytes)} for K/V and work)"
     )
+    if facts is not None and entry.needed_bytes > facts.free_bytes:
+        needs += f"; too large: {format_size(facts.free_bytes)} are free"
+    elif facts is not None and facts.read_bytes_per_s and entry.task == "chat":
+        needs += f"; at most {entry.max_tokens_per_s(facts.read_bytes_per_s):,.2g} tokens/s here"
+    return [
+        description(entry),
+        f"{entry.licence}{terms}; {format_size(entry.weight_bytes)} in {entry.form}{best}",
+        needs,
+    ]
 
 
 def memory_line(found: Preflight) -> str:

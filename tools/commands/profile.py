@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Self
 
 from protocol.engine.messages import Profiled
-from protocol.process.process_state import PROC, program_name, read_all_stats, with_descendants
+from protocol.process.process_state import (
+    PROC,
+    TITLE_PREFIX,
+    program_name,
+    read_all_stats,
+    with_descendants,
+)
 from protocol.sdk.client import Client
 from protocol.wire.errors import EngineNotReady, ServingError
 from protocol.wire.sockets import engine_address
@@ -122,7 +128,7 @@ class Sampler:
             found = descendants(self._root, self._proc)
             self.samples.append(CpuSample(time.time(), found))
             for pid in found.keys() - self.names.keys():
-                self.names[pid] = program_name(pid, self._proc)
+                self.names[pid] = program_name(pid, self._proc).removeprefix(TITLE_PREFIX)
             if self._stop.wait(SAMPLE_EVERY_S):
                 return
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.process.process_state import memory_bytes, process_age_s
+from protocol.process.process_state import TITLE_PREFIX, memory_bytes, process_age_s
 from tools.processes.discovery import Found, RunDirectory, base_directory, discover
 
 DESCRIPTION = """\
@@ -85,7 +85,8 @@ def _format_server(server: RunDirectory, usage: ProcessUsage) -> list[str]:
     used = "" if usage.age_s is None else f", up {duration(usage.age_s)}"
     used += f", {usage.memory_bytes / (1 << 30):.2f} GiB" if usage.memory_bytes else ""
     lines = [f"{kind:<8} {server.name}: {server.state}{model}{url}{pid}{used}"]
-    lines += [f"         {each.name} (pid {each.pid})" for each in server.processes]
+    names = [(each.name.removeprefix(TITLE_PREFIX), each.pid) for each in server.processes]
+    lines += [f"         {name} (pid {pid})" for name, pid in names]
     if server.pid is None:
         lines.append(f"         sockets without a process: {', '.join(server.sockets)}")
     return lines

@@ -1,4 +1,4 @@
-"""`tidegate run`: one answer, on stdout.
+"""`tidegate run`: one answer on stdout, or a chat at a terminal.
 
 A running server that has the model answers, if there is one. Otherwise a server is started for this
 answer. Only the answer is printed on stdout. If stdout is a terminal, characters in the answer that
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from tools.chat.options import add_sampling, sampling_of
 from tools.chat.reasoning import ReasoningPrinter
 from tools.chat.session import CHAT_PATH, COMPLETION_PATH, ChatAnswer, ChatSession
+from tools.commands.chat import HISTORY, ChatTerminal
 from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.flags import allow_late
@@ -27,12 +28,14 @@ from tools.processes.private_server import PrivateServer
 from tools.terminal import safe_text
 
 DESCRIPTION = """\
-Print one answer of a model. A running server that has the model answers, or else a server that is
-started for this answer. If stdin is a pipe or a file, its text is the prompt, or follows PROMPT.
+Print one answer of a model, or chat with it if there is no PROMPT and stdin is a terminal. A
+running server that has the model answers, or else a server that is started for this command. If
+stdin is a pipe or a file, its text is the prompt, or follows PROMPT.
 """
 
 EXAMPLES = """\
 examples:
+  tidegate run smollm2-135m                      chat
   tidegate run smollm2-135m "Name three fruits."
   git diff | tidegate run qwen3-0.6b "Summarise this change in one sentence."
   tidegate run smollm2-135m --raw "The capital of France is" --max-tokens 8
@@ -61,13 +64,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    prompt = _prompt(options.prompt)
+    chats = _is_chat(options)
+    prompt = "" if chats else _prompt(options.prompt)
     if options.raw and options.system:
         raise Failure("--system needs the chat template: leave out --raw", exit_code=2)
     with _server(options) as (server, model):
         session = ChatSession(server, model, system=options.system, options=sampling_of(options))
+        if chats:
+            return ChatTerminal(session, history=home() / HISTORY).run()
         _answer(session, prompt, options)
     return 0
+
+
+def _is_chat(options: argparse.Namespace) -> bool:
+    """Return whether the user is to type messages."""
+    wants_one = options.prompt is not None or options.raw or options.json
+    return not wants_one and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _answer(session: ChatSession, prompt: str, options: argparse.Namespace) -> None:

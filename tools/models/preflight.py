@@ -19,9 +19,11 @@ from protocol.config.worker import WorkerConfig
 from protocol.engine import model_card
 from protocol.engine.model_card import ModelCard, SamplingDefaults
 from protocol.process.exit_codes import ExitCode
-from protocol.tools.start_facts import ModelPlan, Preflight
+from protocol.tools.start_facts import MemoryFacts, ModelPlan, Preflight
 from tools.doctor_findings import describe_states
 from tools.failure import Failure
+from tools.models.catalogue import recommended_for
+from tools.models.fetch import format_size
 from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command, run_module
 from tools.terminal import Terminal
@@ -177,6 +179,22 @@ def limit(plan: ModelPlan) -> str | None:
             f"{plan.context_tokens:,} tokens (--max-len, --kv-memory-gib)"
         )
     return None
+
+
+def memory_facts(measurements: Path) -> MemoryFacts | None:
+    """Return the device's memory, and how fast it is read; None if that is not known. A process of
+    the worker measures the speed at the first call, and caches it in `measurements`."""
+    command = module_command("worker.startup.memory_facts", str(measurements))
+    done = run_module("measuring the memory", command, timeout_s=TIMEOUT_S)
+    return None if done.code else msgspec.json.decode(done.output, type=MemoryFacts)
+
+
+def log_larger(plan: ModelPlan, terminal: Terminal) -> None:
+    """Log up to two larger models that fit into the memory of a server with the default model."""
+    larger = recommended_for(plan.free_bytes)[:2]
+    if larger:
+        names = " or ".join(f"{each.name} ({format_size(each.weight_bytes)})" for each in larger)
+        terminal.log(f"better models fit this machine: tidegate serve {names}; see tidegate models")
 
 
 def with_recommended(card: ModelCard, worker: WorkerConfig) -> ModelCard:

@@ -21,7 +21,14 @@ import msgspec
 from protocol.config.gateway import GatewayConfig
 from protocol.process import devices
 from protocol.process.devices import DeviceHolder
-from protocol.process.process_state import PROC, ZOMBIE, program_name, read_stat, with_descendants
+from protocol.process.process_state import (
+    PROC,
+    TITLE_PREFIX,
+    ZOMBIE,
+    program_name,
+    read_stat,
+    with_descendants,
+)
 from protocol.sdk.client import Client
 from protocol.wire.errors import EngineNotReady
 from protocol.wire.loopback import is_loopback
@@ -34,8 +41,8 @@ from tools.processes import run_lock
 START_ONE = "start one: tidegate serve"
 DEFAULT_PORT = GatewayConfig().port
 CONNECT_TIMEOUT_S = 3.0
-OUR_PROGRAMS = frozenset({"engine_core", "worker"})
-"""Names of programs that only Tidegate has. Gateways run in gunicorn, which is not one of them."""
+OUR_PROGRAMS = ("engine_core", "worker", f"{TITLE_PREFIX}engine", f"{TITLE_PREFIX}worker")
+"""Names of engines and workers, before and after they have set their titles, without a number."""
 INIT = 1
 """Pid of the process that adopts processes whose parent is gone."""
 
@@ -117,7 +124,9 @@ def discover(base: Path, proc: Path = PROC) -> Found:
             )
     known = {each.pid for server in run_directories for each in server.processes}
     orphans = (
-        each for each in running.values() if each.parent == INIT and each.name in OUR_PROGRAMS
+        each
+        for each in running.values()
+        if each.parent == INIT and each.name.rstrip("0123456789 ") in OUR_PROGRAMS
     )
     strays = [each for each in orphans if each.pid not in known]
     return Found(run_directories, strays, devices.holders_by_device(devices.directory(base)))

@@ -447,7 +447,7 @@ class ManagedModels:
             self._replies.append(PendingReply(connection, self._fleet.version, messages))
 
     def _library(self) -> ModelLibrary:
-        catalogue = catalogue_entries()
+        catalogue = catalogue_entries(self._new.read_bytes_per_s)
         known = {each.name for each in catalogue}
         names = [name for each in self._models.values() for name in each.names]
         names += [name for each in self._downloads.values() for name in each.names]

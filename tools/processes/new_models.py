@@ -33,6 +33,8 @@ class NewModels:
     num_engines: int
     #: Returns the free space on the disk of the downloads, in bytes.
     disk_free: Callable[[], int]
+    #: How fast the device reads its memory; 0: not known.
+    read_bytes_per_s: float = 0.0
 
     def order(
         self, source: str, name: str, *, key: str, number: int, memory_bytes: int

@@ -239,10 +239,13 @@ def read_documents(value: Any) -> list[str]:
     check_count(value, "documents")
     texts = []
     for place, item in enumerate(value):
-        text = item.get("text") if isinstance(item, dict) else item
+        at = f"documents[{place}]"
+        if isinstance(item, dict):
+            text, at, words = item.get("text"), f"{at}.text", "a string"
+        else:
+            text, words = item, "a string, or an object with the member text"
         if not isinstance(text, str):
-            words = "a string, or an object with a string as its member text"
-            raise InvalidRequest.wrong(f"documents[{place}]", words, item)
+            raise InvalidRequest.wrong(at, words, text)
         texts.append(text)
     return texts
 

@@ -119,7 +119,7 @@ class LlamaCompletionBody(SamplingFields, frozen=True, kw_only=True):
     def completion(self) -> OpenEndedCompletion:
         """Return the same request as a completion. Its timings are always requested."""
         if self.mirostat:
-            raise unsupported("mirostat")
+            raise unsupported("mirostat", "use min_p or typical_p")
         fields = {name: getattr(self, name) for name in _COPIED}
         return OpenEndedCompletion(
             prompt=self.prompt if isinstance(self.prompt, str) else [*self.prompt],

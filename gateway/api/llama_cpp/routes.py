@@ -124,7 +124,7 @@ def apply_template(service: Service, context: RequestContext) -> Response:
 )
 def props(service: Service, context: RequestContext) -> Response:
     model = service.use(context, request.args.get("model")).model
-    values = model.defaults.for_temperature()
+    values = model.defaults.for_request()
     (defaults,) = choices_of(OpenEndedCompletion(prompt=""), values, model.tokenizer)
     return json_response(responses.properties_of(model, defaults))
 

@@ -183,7 +183,8 @@ class Preparation:
         body, model, plan = self.body, self.model, self.plan
         marks, inside = start.marks, start.inside
         new_counter = partial(ReasoningCounter, marks, starts_inside=inside) if marks else None
-        defaults = model.defaults.for_temperature(body.temperature)
+        is_free = self.form is None and not plan.is_enforced
+        defaults = model.defaults.for_request(body.temperature, is_free=is_free)
         choices = choices_of(body, defaults, model.tokenizer)
         return PromptRequest(
             prompt.ids,
@@ -249,12 +250,13 @@ class Completion:
         self._prompts = prompts_of(body, max_prompts)
         fills_gap = bool(body.suffix) or files is not None
         ends = model.infill.ends if fills_gap and model.infill is not None else ()
-        defaults = model.defaults.for_temperature(body.temperature)
+        form = answer_form(body)
+        is_free = form is None and not fills_gap
+        defaults = model.defaults.for_request(body.temperature, is_free=is_free)
         choices = choices_of(body, defaults, model.tokenizer)
         self._options = read_options(body, choices[0], continues=True, end_token_ids=ends)
         if ends:
             choices = [with_stop_tokens(params, ends) for params in choices]
-        form = answer_form(body)
         #: Paths of structured output members that have no effect.
         self.ignored: list[str] = form.ignored if form else []
         self._form_field = form.field if form else ""

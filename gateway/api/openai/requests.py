@@ -246,6 +246,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     kv_transfer_params  for routers that compute prompt and answer on different engines:
                         do_remote_decode, or do_remote_prefill with a handle
     best_of             accepted only if it equals `n`
+    mirostat            accepted only if it is 0
     response_format     the form of the answer: text, json_object or json_schema.
                         Example: {"type": "json_object"}
     """
@@ -268,6 +269,7 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     user: Label | None = None
     kv_transfer_params: Object | None = None
     best_of: Any = None
+    mirostat: Any = None
     response_format: Any = None
 
     @property

@@ -55,8 +55,13 @@ class Downloadable(msgspec.Struct, frozen=True, kw_only=True):
     description     "" if nothing is known
     download_bytes  size of the download, which is an estimate for models on the Hub; 0: unknown
     weights_bytes   memory of its weights; 0: unknown
+    needed_bytes    memory to serve it with a small KV cache, estimated; 0: unknown
+    max_tokens_per_s  tokens of one request that cannot be exceeded in a second, because the
+                    weights are read for each; 0: unknown
+    is_recommended  whether it is among the best of its size
     is_gated        whether its files are only for users who accepted its terms
-    fits            whether its weights fit into the memory for models; absent if that is unknown
+    fits            whether `needed_bytes` are at most the memory for models; absent if that is
+                    unknown
     is_served       whether it can be used
     is_deletable    whether clients may delete it
     download        absent unless it is being downloaded
@@ -68,6 +73,9 @@ class Downloadable(msgspec.Struct, frozen=True, kw_only=True):
     licence: str
     download_bytes: int
     weights_bytes: int
+    needed_bytes: int
+    max_tokens_per_s: float
+    is_recommended: bool
     is_gated: bool
     fits: bool | UnsetType = UNSET
     is_served: bool
@@ -163,15 +171,19 @@ def library(service: Service, context: RequestContext) -> Response:
 
 def _described(entry: DownloadableModel, memory_bytes: int) -> Downloadable:
     pull = entry.pull
-    is_known = bool(entry.weights_bytes and memory_bytes)
+    needed_bytes = entry.needed_bytes or entry.weights_bytes
+    is_known = bool(needed_bytes and memory_bytes)
     return Downloadable(
         name=entry.name,
         description=entry.description,
         licence=entry.licence,
         download_bytes=entry.download_bytes,
         weights_bytes=entry.weights_bytes,
+        needed_bytes=needed_bytes,
+        max_tokens_per_s=entry.max_tokens_per_s,
+        is_recommended=entry.is_recommended,
         is_gated=entry.is_gated,
-        fits=entry.weights_bytes <= memory_bytes if is_known else UNSET,
+        fits=needed_bytes <= memory_bytes if is_known else UNSET,
         is_served=entry.is_served,
         is_deletable=entry.is_deletable,
         download=UNSET

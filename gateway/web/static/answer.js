@@ -4,10 +4,10 @@
 // ... } made: when, in ms. calls: [{ id, name, args }], where `args` is the JSON text that has arrived.
 
 import { streamEvents } from "./api.js";
-import { fetchModels, isAsleep } from "./models.js";
+import { fetchModels, isAsleep, loadingTime } from "./models.js";
 
 const PATH = "v1/chat/completions";
-const LOOK_MS = 1000; // an answer that has not begun by then may wait for its model
+const LOOK_MS = 1000; // how often to look whether an answer that has not begun waits for its model
 export const LOADING = "The model is loading …";
 export const WITH_LOADING = ", with the loading of the model";
 const FINISHED = {
@@ -18,9 +18,13 @@ const FINISHED = {
 };
 const CUT = new Set(Object.keys(FINISHED)); // ends after which the model had more to say
 
+/** Return an id that nothing else has. Only pages over https, or of localhost, have randomUUID. */
+export function newId() {
+  return crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
+}
+
 export function newMessage(role, content = "") {
-  const made = Date.now();
-  return { id: crypto.randomUUID?.() ?? `${made}-${Math.random()}`, role, content, made };
+  return { id: newId(), role, content, made: Date.now() };
 }
 
 /** Return an empty answer. It keeps the model and the settings, so its request can be shown. */
@@ -70,7 +74,7 @@ export async function streamAnswer(message, body, signal, onChange) {
     message.isLoading = isAsleep(message.model);
     onChange();
   };
-  const later = setTimeout(() => fetchModels().then(look, () => {}), LOOK_MS);
+  const looking = setInterval(() => hasBegun || fetchModels().then(look, () => {}), LOOK_MS);
   look();
   try {
     for await (const { data, requestId } of streamEvents(PATH, body, { signal })) {
@@ -86,7 +90,7 @@ export async function streamAnswer(message, body, signal, onChange) {
     else message.error = plainError(error);
   }
   hasBegun = true;
-  clearTimeout(later);
+  clearInterval(looking);
   message.isLoading = false;
   message.tookMs = performance.now() - started;
   onChange();
@@ -119,8 +123,8 @@ function applyChunk(message, chunk, nowMs) {
     call.args += part.function.arguments ?? "";
   }
   if (choice.logprobs?.content)
-    message.logprobs = (message.logprobs ?? []).concat(choice.logprobs.content);
-  if (choice.token_ids) message.tokenIds = (message.tokenIds ?? []).concat(choice.token_ids);
+    (message.logprobs ??= []).push(...choice.logprobs.content);
+  if (choice.token_ids) (message.tokenIds ??= []).push(...choice.token_ids);
   if (choice.finish_reason) message.finish = choice.finish_reason;
 }
 
@@ -158,6 +162,11 @@ export function describeFirstToken({ timings, firstMs, hasLoaded }) {
 
 function counted(number) {
   return number.toLocaleString("en");
+}
+
+/** Return what an answer waits for while its model is not ready. */
+export function describeLoading({ model }) {
+  return [`Loading ${model} …`, loadingTime(model)].filter(Boolean).join(", ");
 }
 
 /** Return why an answer ended, if the user may want to know it; otherwise "". */

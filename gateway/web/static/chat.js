@@ -1,28 +1,22 @@
 // The chat tab: the list of conversations, the thread, and the settings.
 
 import { asPython, chatCurl, streamed } from "./requests.js";
-import { errorBox, KEY_CHANGED } from "./api.js";
+import { errorBox } from "./api.js";
 import { fill, h, icon, iconButton, loadStyle, oncePerFrame } from "./dom.js";
 import { ConversationList } from "./conversation-list.js";
-import { loadFields } from "./fields.js";
-import {
-  fetchModels,
-  fillModelSelect,
-  knownModels,
-  MODEL_CHOSEN,
-  takeChosenModel,
-} from "./models.js";
+import { ModelMenu } from "./model-menu.js";
+import { knownModels, MODEL_CHOSEN, takeChosenModel } from "./models.js";
 import { messageView } from "./message-view.js";
 import { Panels } from "./panels.js";
+import { PRESETS_CHANGED } from "./presets.js";
 import { chats } from "./session.js";
-import { describeSettings, SettingsForm } from "./settings.js";
+import { SettingsPanel } from "./settings-panel.js";
 import { readDraft, writeDraft } from "./store.js";
 import { versionsOf } from "./versions.js";
 import { welcome } from "./welcome.js";
 
 const NO_CONVERSATION =
   "This browser has no conversation with this address. It was deleted, or is in another browser.";
-const RETRY_S = 1;
 const NEAR_END_PX = 80;
 const ANNOUNCED_CHARS = 2000;
 
@@ -46,14 +40,17 @@ class ChatTab {
 
   build() {
     this.list = new ConversationList({
-      open: (conversation) => this.openConversation(conversation),
+      open: (conversation, message) => this.openFound(conversation, message),
       create: () => this.create(),
     });
-    this.model = h("select", {
-      class: "model",
-      "aria-label": "Model",
-      onchange: () => this.chooseModel(),
-    });
+    this.menu = new ModelMenu(
+      {
+        onChoose: (id) => this.chooseModel(id),
+        onModels: () => this.showModels(),
+        onProblem: (error) => this.showModelsProblem(error),
+      },
+      this.abort.signal,
+    );
     this.thread = h("div", {
       class: "thread",
       role: "log",
@@ -71,7 +68,6 @@ class ChatTab {
       placeholder: "Write a message",
       "aria-label": "Message",
       enterkeyhint: "send",
-      value: readDraft(),
     });
     this.sendButton = h(
       "button",
@@ -79,8 +75,14 @@ class ChatTab {
       icon("send"),
     );
     this.problem = h("div", { class: "problem" });
-    this.changed = h("p", { class: "changed" });
-    this.form = new SettingsForm({}, () => this.saveSettings());
+    this.settings = new SettingsPanel(
+      {
+        onChange: () => this.saveSettings(),
+        onPreset: (settings) => this.takePreset(settings),
+        toggle: (isOpen) => this.panels.toggle("settings", isOpen),
+      },
+      this.abort.signal,
+    );
     const composer = h("form", { class: "composer" }, this.input, this.sendButton);
     const settingsButton = iconButton("sliders", "Settings", () => this.panels.toggle("settings"), {
       title: "Settings (Alt + S)",
@@ -101,17 +103,7 @@ class ChatTab {
         button: listButton,
       },
       settings: {
-        element: h(
-          "aside",
-          { id: "chat-settings", class: "side settings-side", "aria-label": "Settings" },
-          h(
-            "div",
-            { class: "side-head" },
-            h("h2", {}, "Settings"),
-            iconButton("close", "Close the settings", () => this.panels.toggle("settings", false)),
-          ),
-          this.form.element,
-        ),
+        element: this.settings.element,
         button: settingsButton,
       },
     };
@@ -123,7 +115,7 @@ class ChatTab {
         "div",
         { class: "toolbar" },
         listButton,
-        this.model,
+        this.menu.element,
         iconButton("plus", "New conversation", () => this.create(), { class: "icon-button new" }),
         settingsButton,
       ),
@@ -138,7 +130,7 @@ class ChatTab {
         "div",
         { class: "bottom" },
         this.problem,
-        this.changed,
+        this.settings.changed,
         composer,
         h("p", { class: "hint muted" }, "Conversations stay in this browser."),
       ),
@@ -172,9 +164,14 @@ class ChatTab {
     on(this.input, "keydown", (event) => this.onInputKey(event, composer));
     on(this.input, "input", () => this.onInput());
     on(this.thread, "scroll", () => this.onScroll());
-    on(window, KEY_CHANGED, () => this.loadModels());
+    this.isAtEnd = true;
+    this.scrolledTo = 0;
+    this.sizes = new ResizeObserver(() => this.isAtEnd && this.scrollToEnd());
     on(window, MODEL_CHOSEN, () => this.openChosen());
-    on(document, "visibilitychange", () => document.hidden || this.loadModels());
+    on(window, PRESETS_CHANGED, () => {
+      this.drawEmpty();
+      this.list.draw(this.conversation); // whether there is something to export
+    });
   }
 
   async start() {
@@ -182,12 +179,12 @@ class ChatTab {
     this.openChosen();
     // Not after the models have arrived: the user may be typing elsewhere by then.
     if (matchMedia("(hover: hover)").matches) this.input.focus();
-    await this.loadModels();
+    await this.menu.load();
     this.resize();
   }
 
   close() {
-    clearTimeout(this.retry);
+    this.sizes.disconnect();
     this.abort.abort();
   }
 
@@ -200,7 +197,7 @@ class ChatTab {
   onPath(id) {
     const found = chats.get(id);
     if (found && found === this.conversation) return;
-    this.openConversation(found ?? chats.draft(this.model.value || knownModels()[0]?.id || ""));
+    this.openConversation(found ?? chats.draft(this.menu.value || knownModels()[0]?.id || ""));
     if (id && !found) this.showProblem(new Error(NO_CONVERSATION));
   }
 
@@ -226,15 +223,25 @@ class ChatTab {
     this.list.draw(conversation);
     this.views.clear();
     this.drawThread();
+    this.showDraft();
     this.scrollToEnd();
+  }
+
+  /** Open a conversation that was found, at one of its messages. */
+  openFound(conversation, message) {
+    this.openConversation(conversation);
+    const element = this.views.get(message?.id)?.element;
+    element?.scrollIntoView({ block: "center" });
+    element?.classList.add("found");
   }
 
   async send(text) {
     if (!text.trim()) return;
-    if (!this.conversation.model) await this.awaitModels();
+    if (!this.conversation.model) await this.menu.wait();
+    const key = this.draftKey;
     if (!this.tryTo(() => chats.send(this.conversation, text))) return;
-    this.input.value = "";
-    this.onInput();
+    writeDraft(key, "");
+    this.showDraft();
     this.scrollToEnd();
   }
 
@@ -246,7 +253,7 @@ class ChatTab {
   tryTo(act) {
     try {
       this.showProblem(null);
-      if (!this.conversation.model) throw this.modelsProblem ?? new Error("No model is available.");
+      if (!this.conversation.model) throw this.menu.problem ?? new Error("No model is available.");
       act();
       this.context.setPath(this.conversation.id);
       this.context.announce("Answering.");
@@ -269,65 +276,22 @@ class ChatTab {
     const text = message.error?.message ?? (message.content || "The answer has no text.");
     this.context.announce(text.slice(0, ANNOUNCED_CHARS));
     this.list.draw(conversation);
-    if (message.hasLoaded) this.loadModels(); // others may have been unloaded for it
+    if (message.hasLoaded) this.menu.load(); // others may have been unloaded for it
   }
 
   // ---- models and settings
 
-  loadModels() {
-    this.loading = this.fetchModels().finally(() => (this.loading = null));
-    return this.loading;
-  }
-
-  /** Wait for the list of models. If it could not be fetched, try again, which may ask for a key. */
-  awaitModels() {
-    return this.loading ?? this.loadModels();
-  }
-
-  /** Fetch the models and show them. While the server is not ready, try again and again. */
-  async fetchModels() {
-    clearTimeout(this.retry);
-    const before = JSON.stringify(knownModels());
-    try {
-      const models = await fetchModels();
-      await loadFields(); // not before: it may need the same key
-      if (this.modelsProblem && this.shownProblem === this.modelsProblem) this.showProblem(null);
-      this.modelsProblem = null;
-      if (!this.model.value || JSON.stringify(models) !== before) this.showModels();
-    } catch (error) {
-      this.modelsProblem = error;
-      this.showProblem(error);
-      const waitMs = 1000 * (error.retryAfterS ?? RETRY_S);
-      if (error.status === 503 && !this.abort.signal.aborted) {
-        this.retry = setTimeout(() => this.loadModels(), waitMs);
-      }
-    }
+  /** Show why the models could not be fetched; null: take that away again. */
+  showModelsProblem(error) {
+    if (error || this.shownProblem === this.modelsProblem) this.showProblem(error);
+    this.modelsProblem = error;
   }
 
   showModels() {
     const { conversation } = this;
-    conversation.model =
-      fillModelSelect(this.model, knownModels(), conversation.model) || conversation.model;
-    this.form.show(conversation.settings, this.modelEntry());
-    this.drawChangedSettings();
+    conversation.model = this.menu.choose(conversation.model) || conversation.model;
+    this.settings.show(conversation.settings, this.modelEntry());
     this.drawEmpty();
-  }
-
-  /** Say which settings apply to the next message, as a new conversation has those of the last one. */
-  drawChangedSettings() {
-    const words = describeSettings(this.conversation.settings);
-    const action = (label, onclick) =>
-      h("button", { type: "button", class: "button small ghost", onclick }, label);
-    fill(
-      this.changed,
-      ...(words.length
-        ? [
-            h("span", {}, `Settings: ${words.join(", ")}`),
-            action("Change", () => this.panels.toggle("settings", true)),
-            action("Use the defaults", () => this.form.reset()),
-          ]
-        : []),
-    );
   }
 
   /** Return the entry of GET /v1/models for the conversation's model, or null. */
@@ -335,14 +299,20 @@ class ChatTab {
     return knownModels().find(({ id }) => id === this.conversation.model) ?? null;
   }
 
-  chooseModel() {
-    this.conversation.model = this.model.value;
+  chooseModel(id) {
+    this.conversation.model = id;
+    this.showModels();
+    this.saveSettings();
+  }
+
+  takePreset(settings) {
+    this.conversation.settings = settings;
     this.showModels();
     this.saveSettings();
   }
 
   saveSettings() {
-    this.drawChangedSettings();
+    this.drawEmpty();
     if (this.conversation.messages.length) chats.save(this.conversation);
   }
 
@@ -362,15 +332,23 @@ class ChatTab {
     const kept = new Map(
       messages.map((message) => [
         message.id,
-        this.views.get(message.id) ?? messageView(message, actions),
+        this.viewOf(message) ?? messageView(message, actions),
       ]),
     );
     this.views = kept;
     const wanted = [...kept.values()].map(({ element }) => element);
     fill(this.thread, wanted);
+    this.sizes.disconnect();
+    for (const element of wanted) this.sizes.observe(element);
     for (const message of messages) this.drawMessage(message);
     this.drawEmpty();
     this.drawState();
+  }
+
+  /** Return the view of a message, unless the message was replaced by one of a file. */
+  viewOf(message) {
+    const view = this.views.get(message.id);
+    return view?.message === message ? view : null;
   }
 
   drawMessage(message) {
@@ -397,10 +375,8 @@ class ChatTab {
 
   /** Draw what an answer in progress has changed: the last message. */
   drawChanged() {
-    const isNearEnd = this.distanceToEnd() < NEAR_END_PX;
     const last = this.conversation.messages.at(-1);
     if (last) this.drawMessage(last);
-    if (isNearEnd) this.scrollToEnd();
     this.drawState();
   }
 
@@ -408,7 +384,15 @@ class ChatTab {
     if (this.conversation.messages.length) return;
     fill(
       this.thread,
-      welcome(this.modelEntry(), (text) => this.send(text)),
+      welcome({
+        model: this.modelEntry(),
+        settings: this.conversation.settings,
+        send: (text) => this.send(text),
+        choose: (settings) => {
+          this.takePreset(settings);
+          this.input.focus();
+        },
+      }),
     );
   }
 
@@ -421,6 +405,12 @@ class ChatTab {
     this.sendButton.title = isRunning ? "Stop (Esc)" : "Send (Enter)";
     this.sendButton.classList.toggle("stop", isRunning);
     fill(this.sendButton, icon(isRunning ? "stop" : "send"));
+    this.drawSendable();
+  }
+
+  /** An empty message cannot be sent, but an answer in progress can be stopped. */
+  drawSendable() {
+    this.sendButton.disabled = !this.isRunning && !this.input.value.trim();
   }
 
   distanceToEnd() {
@@ -429,16 +419,35 @@ class ChatTab {
   }
 
   scrollToEnd() {
+    this.isAtEnd = true;
     this.thread.scrollTop = this.thread.scrollHeight;
   }
 
+  /** Follow the end of the conversation, unless the user has scrolled up. The end may also be further
+   * away because the thread has grown since it was scrolled. */
   onScroll() {
-    this.toEnd.hidden = this.distanceToEnd() < NEAR_END_PX;
+    const { scrollTop } = this.thread;
+    if (this.distanceToEnd() < NEAR_END_PX) this.isAtEnd = true;
+    else if (scrollTop < this.scrolledTo) this.isAtEnd = false;
+    this.scrolledTo = scrollTop;
+    this.toEnd.hidden = this.isAtEnd;
   }
 
   onInput() {
-    writeDraft(this.input.value);
+    writeDraft(this.draftKey, this.input.value);
     this.resize();
+    this.drawSendable();
+  }
+
+  /** Return the name of the text that is not sent yet. All new conversations share one. */
+  get draftKey() {
+    return chats.get(this.conversation.id) ? this.conversation.id : "";
+  }
+
+  showDraft() {
+    this.input.value = readDraft(this.draftKey);
+    this.resize();
+    this.drawSendable();
   }
 
   resize() {
@@ -456,6 +465,10 @@ class ChatTab {
     const lastAnswer = () => this.conversation.messages.findLast(isAnswer);
     const run = {
       KeyN: () => this.create(),
+      KeyK: () => {
+        this.panels.toggle("list", true);
+        this.list.focusSearch();
+      },
       KeyR: () => this.retryLast(),
       KeyS: () => this.panels.toggle("settings"),
       Comma: () => this.showVersion(lastAnswer(), -1),

@@ -1,6 +1,6 @@
 // A block of code: its language, its colours, and buttons that copy it and wrap its long lines.
 
-import { colour, isColoured } from "./code-colours.js";
+import { colour, isColoured, MAX_COLOURED_CHARS } from "./code-colours.js";
 import { copyButton, fill, h } from "./dom.js";
 
 const WRAP = "tidegate.wrap";
@@ -44,7 +44,7 @@ export class CodeBlock {
   }
 
   async colour() {
-    const { text } = this;
+    const text = colouredPart(this.text);
     if (this.numColoured === text.length) return;
     this.numColoured = text.length;
     const coloured = colour(text, this.language);
@@ -52,6 +52,11 @@ export class CodeBlock {
     // The code may have grown while the colours were loaded.
     if (nodes && this.text.startsWith(text)) fill(this.code, nodes, this.text.slice(text.length));
   }
+}
+
+function colouredPart(text) {
+  if (text.length <= MAX_COLOURED_CHARS) return text;
+  return text.slice(0, text.lastIndexOf("\n", MAX_COLOURED_CHARS) + 1);
 }
 
 /** Return the element of a block of code that does not change. */

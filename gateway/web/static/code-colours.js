@@ -37,8 +37,8 @@ const INNER = { xml: ["css", "javascript"], markdown: ["xml"] };
 const FILES = new Map(
   Object.entries(LANGUAGES).flatMap(([file, names]) => [file, ...names].map((name) => [name, file])),
 );
-/** Longer code stays without colours, because they would be made within one frame. */
-const MAX_CHARS = 60_000;
+/** The lines after this many letters have no colours, because those of a block are made at once. */
+export const MAX_COLOURED_CHARS = 20_000;
 
 /** Kind of a part of code in highlight.js -> its class here (chat.css). Other kinds have no colour. */
 const KINDS = {
@@ -85,11 +85,10 @@ export function isColoured(language) {
   return FILES.has(language.toLowerCase());
 }
 
-/** Return the nodes of coloured code, or null if it is too long or cannot be read. A promise of them,
- * if the language must be loaded. */
+/** Return the nodes of coloured code, or null if it cannot be read. A promise of them, if the language
+ * must be loaded. */
 export function colour(text, language) {
   const file = FILES.get(language.toLowerCase());
-  if (text.length > MAX_CHARS) return null;
   if (loaded.has(file)) return coloured(text, file);
   return load(file).then(
     () => coloured(text, file),

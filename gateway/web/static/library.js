@@ -8,6 +8,7 @@ import { fill, h, icon, loadStyle } from "./dom.js";
 import { chooseModel, fetchModels, MODELS_FETCHED } from "./models.js";
 
 const POLL_MS = 1000;
+const MAX_LISTINGS = 10;
 
 /**
  * Add the button "Models" to the bar as soon as it is known that the user may manage models.
@@ -63,6 +64,19 @@ function percent({ completed, total }) {
 function inUnits(bytes) {
   if (bytes >= 1e9) return `${(bytes / 1e9).toFixed(1)} GB`;
   return `${Math.max(1, Math.round(bytes / 1e6))} MB`;
+}
+
+function inTokens(perSecond) {
+  return perSecond >= 10 ? Math.round(perSecond).toLocaleString("en") : perSecond.toFixed(1);
+}
+
+/** Fetch the models until they include a served one: its first listing may be a moment late. */
+async function fetchUntilListed(name) {
+  for (let attempt = 0; attempt < MAX_LISTINGS; attempt += 1) {
+    const models = await fetchModels();
+    if (models.some(({ id }) => id === name)) return;
+    await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+  }
 }
 
 /** Open the dialog. `onClose` is called after it is closed. */
@@ -177,7 +191,7 @@ class LibraryDialog {
   }
 
   async chat(name) {
-    await fetchModels();
+    await fetchUntilListed(name);
     this.dialog.close();
     chooseModel(name);
     this.context.openChat();
@@ -241,7 +255,8 @@ class LibraryRow {
     const { name } = model;
     const facts = [
       model.download_bytes ? `${inUnits(model.download_bytes)} to download` : "",
-      model.weights_bytes ? `${inUnits(model.weights_bytes)} of memory for weights` : "",
+      model.needed_bytes ? `about ${inUnits(model.needed_bytes)} of memory` : "",
+      model.max_tokens_per_s ? `at most ${inTokens(model.max_tokens_per_s)} tokens/s here` : "",
       model.licence,
       model.is_gated ? "terms to accept on its page" : "",
     ];
@@ -253,6 +268,7 @@ class LibraryRow {
         { class: "library-words" },
         h("strong", {}, name),
         model.is_served ? h("span", { class: "badge good" }, "ready to use") : null,
+        model.is_recommended ? h("span", { class: "badge" }, "recommended") : null,
         model.description ? h("div", {}, model.description) : null,
         h("div", { class: "muted" }, facts.filter(Boolean).join(" · ")),
         model.error ? h("div", { class: "library-error" }, model.error) : null,

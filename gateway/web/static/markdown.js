@@ -18,32 +18,57 @@ import { inline, MAX_DEPTH } from "./inline.js";
 /** The last blocks of a text may still change: a line that follows can belong to the last one, or turn
  * it into lines of the one before it. */
 const NUM_OPEN = 2;
+/** Blocks are in groups of this size. The browser lays out and paints only groups near the window. */
+const GROUP_BLOCKS = 24;
 
 /** An element whose content is markdown that grows. */
 export class MarkdownView {
   constructor() {
     this.element = h("div", { class: "markdown" });
-    this.parts = new Parts(this.element);
+    this.groups = []; // Parts of GROUP_BLOCKS blocks each
     this.settled = ""; // the text of the blocks that will not change
     this.numSettled = 0;
+    this.numChars = 0;
   }
 
   /** Show `text` instead of the text shown so far. */
   update(text) {
     const whole = text.replace(/\r\n?/g, "\n");
-    if (!whole.startsWith(this.settled)) {
+    if (whole.length < this.numChars || !whole.startsWith(this.settled)) {
       this.settled = "";
       this.numSettled = 0;
     }
+    this.numChars = whole.length;
     const lines = whole.slice(this.settled.length).split("\n");
     const blocks = splitBlocks(lines);
-    this.parts.update(blocks, (block) => renderBlock(block, 0), this.numSettled);
+    this.show(blocks);
     const numNew = blocks.length - NUM_OPEN;
     if (numNew <= 0) return;
     const before = lines.slice(0, blocks[numNew].at);
     const length = before.reduce((sum, line) => sum + line.length + 1, 0);
     this.settled = whole.slice(0, this.settled.length + length);
     this.numSettled += numNew;
+  }
+
+  /** Show the blocks that follow the settled ones. */
+  show(blocks) {
+    const numBlocks = this.numSettled + blocks.length;
+    const numGroups = Math.ceil(numBlocks / GROUP_BLOCKS);
+    for (const { element } of this.groups.splice(numGroups)) element.remove();
+    for (let first = this.numSettled; first < numBlocks;) {
+      const place = Math.floor(first / GROUP_BLOCKS);
+      const end = Math.min((place + 1) * GROUP_BLOCKS, numBlocks);
+      const group = (this.groups[place] ??= this.addGroup());
+      const own = blocks.slice(first - this.numSettled, end - this.numSettled);
+      group.update(own, (block) => renderBlock(block, 0), first % GROUP_BLOCKS);
+      first = end;
+    }
+  }
+
+  addGroup() {
+    const element = h("div", { class: "group" });
+    this.element.append(element);
+    return new Parts(element);
   }
 }
 

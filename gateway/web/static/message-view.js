@@ -1,6 +1,6 @@
 // Shows one message of a conversation, and changes with it while it is streamed.
 
-import { canContinue, describeEnd, describeSpeed, LOADING } from "./answer.js";
+import { canContinue, describeEnd, describeLoading, describeSpeed } from "./answer.js";
 import { errorBox } from "./api.js";
 import { codeBlock } from "./code-block.js";
 import { copyButton, fill, h, icon, iconButton } from "./dom.js";
@@ -126,7 +126,9 @@ class UserView {
 }
 
 class ResultView {
-  constructor({ name, content }) {
+  constructor(message) {
+    const { name, content } = message;
+    this.message = message;
     const summary = h("summary", {}, "Result of ", h("code", {}, name));
     this.element = h(
       "article",
@@ -146,6 +148,7 @@ class AnswerView {
     this.picker = new VersionPicker((by) => actions.showVersion(message, by));
     this.showsTokens = Boolean(message.settings?.logprobs);
     this.thought = h("div", { class: "thought" });
+    this.shownThought = "";
     this.summary = h("summary", {}, "");
     this.reasoning = h("details", { class: "reasoning", hidden: true }, this.summary, this.thought);
     this.text = new MarkdownView();
@@ -158,7 +161,7 @@ class AnswerView {
       h("span"),
       h("span"),
     );
-    this.loading = h("p", { class: "muted", hidden: true }, LOADING);
+    this.loading = h("p", { class: "muted", hidden: true });
     this.foot = h("div", { class: "foot" });
     this.tools = h("div", { class: "tools" });
     this.element = h(
@@ -186,7 +189,7 @@ class AnswerView {
     const { isRunning, isLast } = state;
     const hasTokens = Boolean(message.logprobs?.length);
     this.reasoning.hidden = !message.reasoning;
-    this.thought.textContent = message.reasoning;
+    this.drawThought();
     this.summary.textContent =
       isRunning && !message.content && !message.calls.length ? "Thinking…" : "Reasoning";
     this.text.element.hidden = hasTokens && this.showsTokens;
@@ -194,6 +197,7 @@ class AnswerView {
     if (hasTokens && this.showsTokens) this.tokens.update(message.logprobs);
     else this.text.update(message.content);
     this.loading.hidden = !isRunning || !message.isLoading;
+    if (message.isLoading) this.loading.textContent = describeLoading(message);
     this.waiting.hidden = !isRunning || Boolean(message.content || message.calls.length);
     this.element.setAttribute("aria-busy", String(isRunning));
     this.element.classList.toggle("running", isRunning);
@@ -201,6 +205,15 @@ class AnswerView {
     this.drawFoot(isRunning);
     this.drawTools(isRunning, hasTokens, isLast && canContinue(message));
     this.picker.update(state);
+  }
+
+  /** Append what has arrived of the reasoning. */
+  drawThought() {
+    const { reasoning } = this.message;
+    const { length } = this.shownThought;
+    if (!reasoning.startsWith(this.shownThought)) this.thought.textContent = reasoning;
+    else if (reasoning.length > length) this.thought.append(reasoning.slice(length));
+    this.shownThought = reasoning;
   }
 
   drawCalls(isRunning, isLast) {

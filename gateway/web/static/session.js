@@ -7,7 +7,7 @@
 //   message   a message has changed; detail: { conversation, message }
 //   end       an answer has ended; detail: { conversation, message }
 
-import { newAnswer, newMessage, reopen, streamAnswer } from "./answer.js";
+import { newAnswer, newId, newMessage, reopen, streamAnswer } from "./answer.js";
 import { apiMessages, chatBody, continued, streamed } from "./requests.js";
 import { ConversationStore } from "./store.js";
 import { adopt, append, hideFrom, show, versionsOf } from "./versions.js";
@@ -29,10 +29,7 @@ class Chats extends EventTarget {
   open() {
     this.opening ??= this.store.open().then((found) => {
       this.conversations = found;
-      found.forEach(adopt);
-      for (const message of found.flatMap(({ messages, hidden }) => [...messages, ...hidden])) {
-        if (message.finish === null && !message.error) message.finish = "interrupted";
-      }
+      found.forEach(complete);
     });
     return this.opening;
   }
@@ -43,7 +40,7 @@ class Chats extends EventTarget {
 
   /** Return a new conversation. It is listed and kept once it has a message. */
   draft(model, settings = {}) {
-    const { id } = newMessage("user");
+    const id = newId();
     const parts = { messages: [], hidden: [] };
     return { id, title: "", model, settings: { ...settings }, ...parts, used: Date.now() };
   }
@@ -159,6 +156,30 @@ class Chats extends EventTarget {
     this.save(conversation);
   }
 
+  /**
+   * Add conversations of a file. One that is here already is replaced if the file's was used later.
+   * Return { added, updated, known, removed }: their numbers. `removed` found no room.
+   */
+  async addAll(found) {
+    const changed = [];
+    const count = { added: 0, updated: 0, known: 0, removed: 0 };
+    for (const conversation of found) {
+      const own = this.get(conversation.id);
+      const isNewer = own && conversation.used > own.used && !this.isRunning(own);
+      count[isNewer ? "updated" : own ? "known" : "added"] += 1;
+      if (own && !isNewer) continue;
+      complete(conversation);
+      changed.push(own ? Object.assign(own, conversation) : conversation);
+      if (!own) this.conversations.push(conversation);
+    }
+    this.conversations.sort((a, b) => b.used - a.used);
+    const removed = await this.store.saveAll(changed).catch(() => []);
+    this.conversations = this.conversations.filter(({ id }) => !removed.includes(id));
+    for (const conversation of changed) this.emit("thread", conversation);
+    this.emit("list");
+    return { ...count, removed: removed.length };
+  }
+
   rename(conversation, title) {
     conversation.title = title.trim().slice(0, TITLE_CHARS) || conversation.title;
     this.emit("list");
@@ -184,6 +205,13 @@ class Chats extends EventTarget {
   emit(name, detail) {
     this.dispatchEvent(new CustomEvent(name, { detail }));
   }
+}
+
+/** Add what a conversation lacks that was stored, or exported, before its last answer was complete. */
+function complete(conversation) {
+  adopt(conversation);
+  for (const message of [...conversation.messages, ...conversation.hidden])
+    if (message.finish === null && !message.error) message.finish = "interrupted";
 }
 
 function titleOf(text) {

@@ -6,6 +6,7 @@ export const SHORTCUTS = [
   { keys: ["Esc"], about: "Stop the answer" },
   { keys: ["↑"], about: "In an empty message: edit the last one" },
   { keys: ["Alt", "N"], about: "Start a new conversation" },
+  { keys: ["Alt", "K"], about: "Search the conversations" },
   { keys: ["Alt", "R"], about: "Generate the last answer again" },
   { keys: ["Alt", ", or ."], about: "Show the previous or the next version of the last answer" },
   { keys: ["Alt", "S"], about: "Show or hide the settings" },

@@ -4,11 +4,12 @@
 // deleted. If the browser has no IndexedDB, as in some private windows, conversations last until
 // the page is closed.
 
-const DRAFT = "tidegate.draft";
+const DRAFTS = "tidegate.drafts";
 const NAME = "tidegate";
 const STORE = "conversations";
-export const MAX_CONVERSATIONS = 200;
+export const MAX_CONVERSATIONS = 1000;
 export const MAX_BYTES = 50_000_000;
+const BATCH = 50; // conversations that are read at once, so that the page can draw in between
 
 export class ConversationStore {
   constructor() {
@@ -24,7 +25,7 @@ export class ConversationStore {
       const opening = indexedDB.open(NAME, 1);
       opening.onupgradeneeded = () => opening.result.createObjectStore(STORE, { keyPath: "id" });
       this.database = await done(opening);
-      const found = await done(this.table("readonly").getAll());
+      const found = await this.readAll();
       this.isLasting = true;
       for (const { id, used, bytes } of found) this.sizes.set(id, { id, used, bytes });
       return found.map(({ conversation }) => conversation).sort((a, b) => b.used - a.used);
@@ -33,14 +34,33 @@ export class ConversationStore {
     }
   }
 
+  async readAll() {
+    const table = this.table("readonly");
+    const found = [];
+    for (let range = null; ; range = IDBKeyRange.lowerBound(found.at(-1).id, true)) {
+      const batch = await done(table.getAll(range, BATCH));
+      found.push(...batch);
+      if (batch.length < BATCH) return found;
+    }
+  }
+
   /** Keep a conversation as it is now. Return the ids of those that were deleted to make room. */
   async save(conversation) {
+    return this.saveAll([conversation], conversation.id);
+  }
+
+  /** Do so with several. `kept` is the id of the one that is not deleted to make room, if any. */
+  async saveAll(conversations, kept = null) {
     if (!this.isLasting) return [];
-    const text = JSON.stringify(conversation);
-    const size = { id: conversation.id, used: conversation.used, bytes: text.length };
-    this.sizes.set(size.id, size);
-    await done(this.table("readwrite").put({ ...size, conversation: JSON.parse(text) }));
-    const removed = surplus([...this.sizes.values()], size.id);
+    const entries = conversations.map((conversation) => {
+      const text = JSON.stringify(conversation);
+      const size = { id: conversation.id, used: conversation.used, bytes: text.length };
+      this.sizes.set(size.id, size);
+      return { ...size, conversation: JSON.parse(text) };
+    });
+    const table = this.table("readwrite");
+    await Promise.all(entries.map((entry) => done(table.put(entry))));
+    const removed = surplus([...this.sizes.values()], kept);
     for (const id of removed) await this.remove(id);
     return removed;
   }
@@ -55,22 +75,29 @@ export class ConversationStore {
   }
 }
 
-/** Return the text that was written in this browser tab but not sent. */
-export function readDraft() {
-  try {
-    return sessionStorage.getItem(DRAFT) ?? "";
-  } catch {
-    return "";
-  }
+/** Return the text that was written in this browser tab for a conversation, but not sent. */
+export function readDraft(id) {
+  return readDrafts()[id] ?? "";
 }
 
 /** Keep a text that is not sent yet for a reload of the page; "": forget it. */
-export function writeDraft(text) {
+export function writeDraft(id, text) {
+  const drafts = readDrafts();
+  if (text) drafts[id] = text;
+  else delete drafts[id];
   try {
-    if (text) sessionStorage.setItem(DRAFT, text);
-    else sessionStorage.removeItem(DRAFT);
+    if (Object.keys(drafts).length) sessionStorage.setItem(DRAFTS, JSON.stringify(drafts));
+    else sessionStorage.removeItem(DRAFTS);
   } catch {
     // Storage is disabled or full: the text is lost when the page is loaded again.
+  }
+}
+
+function readDrafts() {
+  try {
+    return JSON.parse(sessionStorage.getItem(DRAFTS)) ?? {};
+  } catch {
+    return {};
   }
 }
 

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 TABS = ("/", "/#compare", "/reference", "/reference#post_v1_chat_completions")
 WIDE = f"""
-A long word: {"x" * 300} and https://example.com/{"y" * 300}
+A long word: {"x" * 120} and https://example.com/{"y" * 120}
 
 ```
-{"code " * 80}
+{"code " * 40}
 ```
 
-| {" | ".join(f"column {number}" for number in range(20))} |
-|{"---|" * 20}
-| {" | ".join("value" for _ in range(20))} |
+| {" | ".join(f"column {number}" for number in range(12))} |
+|{"---|" * 12}
+| {" | ".join("value" for _ in range(12))} |
 
 done
 """

@@ -28,6 +28,8 @@ def test_a_model_is_downloaded_across_a_reload_and_then_used_in_the_chat(
     page.get_by_text("8.0 GB of memory, 50.0 GB of free disk space").wait_for()
     page.get_by_text("Too large for this machine (1)").wait_for()
     assert not row(page, LARGE).is_visible()
+    row(page, SMALL).get_by_text("recommended").wait_for()
+    row(page, SMALL).get_by_text("about 3.0 GB of memory · at most 8.3 tokens/s here").wait_for()
     assert row(page, OWN).get_by_role("button").all_inner_texts() == ["Chat"]
     row(page, SMALL).get_by_role("button", name="Download").click()
     bar = page.get_by_role("progressbar", name=f"Download of {SMALL}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -281,6 +282,20 @@ def model_is(visitor: Any, state: str) -> None:
     visitor.context.route("**/v1/models", answer)
 
 
+def test_the_menu_follows_the_states_of_the_models(visit: Visitor) -> None:
+    visitor = visit()
+    model_is(visitor, "loading")
+    page = visitor.open()
+    option = page.locator("option[value=scripted]")
+    option.get_by_text(re.compile(r"^scripted \(loading, \d+ s\)$")).wait_for(state="attached")
+    page.locator(".empty").get_by_text("· loading").wait_for()
+    page.get_by_label("Message", exact=True).fill("not lost")
+    model_is(visitor, "ready")
+    page.get_by_role("option", name="scripted", exact=True).wait_for(state="attached")
+    assert page.locator(".empty").get_by_text("loading").count() == 0
+    assert page.get_by_label("Message", exact=True).input_value() == "not lost"
+
+
 def test_a_chat_says_that_its_model_is_loading(visit: Visitor) -> None:
     visitor = visit()
     model_is(visitor, "unloaded")
@@ -288,11 +303,13 @@ def test_a_chat_says_that_its_model_is_loading(visit: Visitor) -> None:
     page.get_by_text("scripted (asleep, loads on use)").wait_for(state="attached")
     release = visitor.hold("/v1/chat/completions")
     send(page, "hi")
-    page.locator(".answer").get_by_text("The model is loading …").wait_for()
+    page.locator(".answer").get_by_text("Loading scripted …").wait_for()
+    model_is(visitor, "loading")
+    page.locator(".answer").get_by_text(re.compile(r"Loading scripted …, \d+ s")).wait_for()
     model_is(visitor, "ready")
     release()
     await_answer(page, "Hello, world!")
-    assert not page.get_by_text("The model is loading …").is_visible()
+    assert not page.get_by_text("Loading scripted").is_visible()
     page.get_by_text("with the loading of the model").wait_for()
     page.get_by_role("option", name="scripted", exact=True).wait_for(state="attached")
 

@@ -254,3 +254,24 @@ def test_long_lines_are_wrapped_in_all_blocks_until_the_button_is_pressed_again(
     buttons.last.click()
     assert page.evaluate(wide) == [True, True]
     assert page.evaluate("() => JSON.stringify(localStorage)") == "{}"
+
+
+def test_the_end_of_a_long_answer_stays_in_sight(visit: Visitor, engine: ScriptedEngine) -> None:
+    """Parts far from the window have an estimated height until they are seen."""
+    parts = [f"Paragraph {number}\n\n$$\\frac{{{number}}}{{2}}$$\n\n" for number in range(200)]
+    replies(engine, "".join(parts) + "The end.", size=40)
+    page = visit().open()
+    send(page, "Write.")
+    await_answer(page, "The end.")
+    at_end = """() => {
+      const { scrollHeight, scrollTop, clientHeight } = document.querySelector(".thread");
+      return scrollTop > 1000 && scrollHeight - scrollTop - clientHeight < 3;
+    }"""
+    page.wait_for_function(at_end)
+    page.reload()
+    page.get_by_text("The end.").wait_for()
+    page.wait_for_function(at_end)
+    page.locator(".thread").evaluate("thread => (thread.scrollTop = 0)")
+    page.get_by_text("Paragraph 0", exact=True).wait_for()
+    page.get_by_role("button", name="Scroll to the end").click()
+    page.wait_for_function(at_end)
