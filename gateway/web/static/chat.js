@@ -231,8 +231,9 @@ class ChatTab {
   openFound(conversation, message) {
     this.openConversation(conversation);
     const element = this.views.get(message?.id)?.element;
-    element?.scrollIntoView({ block: "center" });
-    element?.classList.add("found");
+    if (!element) return;
+    element.classList.add("found");
+    this.scrollTo(element, "start");
   }
 
   async send(text) {
@@ -329,12 +330,11 @@ class ChatTab {
       curl: (message) => chatCurl(streamed(chats.bodyOf(this.conversation, message))),
       python: (message) => asPython(chats.bodyOf(this.conversation, message)),
     };
-    const kept = new Map(
-      messages.map((message) => [
-        message.id,
-        this.viewOf(message) ?? messageView(message, actions),
-      ]),
-    );
+    const viewOf = (message) => {
+      const view = this.views.get(message.id);
+      return view?.message === message ? view : messageView(message, actions); // or it was imported
+    };
+    const kept = new Map(messages.map((message) => [message.id, viewOf(message)]));
     this.views = kept;
     const wanted = [...kept.values()].map(({ element }) => element);
     fill(this.thread, wanted);
@@ -343,12 +343,6 @@ class ChatTab {
     for (const message of messages) this.drawMessage(message);
     this.drawEmpty();
     this.drawState();
-  }
-
-  /** Return the view of a message, unless the message was replaced by one of a file. */
-  viewOf(message) {
-    const view = this.views.get(message.id);
-    return view?.message === message ? view : null;
   }
 
   drawMessage(message) {
@@ -369,7 +363,7 @@ class ChatTab {
     if (!shown) return;
     const { picker, element } = this.views.get(shown.id);
     picker.focus();
-    element.scrollIntoView({ block: "nearest" });
+    this.scrollTo(element, "nearest");
     this.context.announce(`${picker.element.getAttribute("aria-label")}.`);
   }
 
@@ -425,6 +419,11 @@ class ChatTab {
 
   /** Follow the end of the conversation, unless the user has scrolled up. The end may also be further
    * away because the thread has grown since it was scrolled. */
+  scrollTo(element, block) {
+    element.scrollIntoView({ block });
+    this.isAtEnd = this.distanceToEnd() < NEAR_END_PX; // the event of the scroll comes too late
+  }
+
   onScroll() {
     const { scrollTop } = this.thread;
     if (this.distanceToEnd() < NEAR_END_PX) this.isAtEnd = true;

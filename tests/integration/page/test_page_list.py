@@ -85,6 +85,21 @@ def test_the_search_finds_titles_and_texts_and_marks_the_words(visit: Visitor) -
     assert search.evaluate("element => element === document.activeElement")
 
 
+def test_a_conversation_is_opened_at_the_message_that_was_found(visit: Visitor) -> None:
+    page = visit().open()
+    texts = ["Question?", "A unique answer.", *[PARAGRAPH] * 20]
+    import_text(page, export(conversation("a", *texts)))
+    page.get_by_label("Search conversations").fill("unique")
+    page.get_by_text("1 conversation", exact=True).wait_for()
+    page.keyboard.press("Enter")
+    found = page.locator(".message.found")
+    found.get_by_text("A unique answer.").wait_for()
+    page.get_by_role("button", name="Scroll to the end").wait_for()
+    place = found.bounding_box()
+    assert place is not None
+    assert 0 < place["y"] < 700
+
+
 def test_the_search_reads_many_conversations(visit: Visitor) -> None:
     """500 conversations of ten messages, 5 MB in all, are loaded, listed and searched."""
     page = visit().open()
