@@ -3,6 +3,7 @@
 import { asPython, chatCurl, streamed } from "./requests.js";
 import { errorBox, KEY_CHANGED } from "./api.js";
 import { fill, h, icon, iconButton, loadStyle, oncePerFrame } from "./dom.js";
+import { Attachments } from "./attachments.js";
 import { ConversationList } from "./conversation-list.js";
 import { loadFields } from "./fields.js";
 import {
@@ -17,13 +18,13 @@ import { Panels } from "./panels.js";
 import { chats } from "./session.js";
 import { describeSettings, SettingsForm } from "./settings.js";
 import { readDraft, writeDraft } from "./store.js";
+import { ThreadScroll } from "./thread-scroll.js";
 import { versionsOf } from "./versions.js";
 import { welcome } from "./welcome.js";
 
 const NO_CONVERSATION =
   "This browser has no conversation with this address. It was deleted, or is in another browser.";
 const RETRY_S = 1;
-const NEAR_END_PX = 80;
 const ANNOUNCED_CHARS = 2000;
 
 const isAnswer = ({ role }) => role === "assistant";
@@ -61,9 +62,10 @@ class ChatTab {
       "aria-label": "Conversation",
       tabindex: 0,
     });
-    this.toEnd = iconButton("down", "Scroll to the end", () => this.scrollToEnd(), {
-      class: "icon-button to-end",
-      hidden: true,
+    this.scroll = new ThreadScroll(this.thread, this.abort.signal);
+    this.files = new Attachments({
+      model: () => this.modelEntry(),
+      showProblem: (error) => this.showProblem(error),
     });
     this.input = h("textarea", {
       rows: 1,
@@ -81,7 +83,15 @@ class ChatTab {
     this.problem = h("div", { class: "problem" });
     this.changed = h("p", { class: "changed" });
     this.form = new SettingsForm({}, () => this.saveSettings());
-    const composer = h("form", { class: "composer" }, this.input, this.sendButton);
+    const composer = h(
+      "form",
+      { class: "composer" },
+      this.files.element,
+      this.files.chooser,
+      this.files.button,
+      this.input,
+      this.sendButton,
+    );
     const settingsButton = iconButton("sliders", "Settings", () => this.panels.toggle("settings"), {
       title: "Settings (Alt + S)",
       "aria-expanded": "false",
@@ -132,7 +142,7 @@ class ChatTab {
         { class: "scroll" },
         h("h2", { class: "visually-hidden" }, "Messages"), // above the headings of answers
         this.thread,
-        this.toEnd,
+        this.scroll.button,
       ),
       h(
         "div",
@@ -171,10 +181,7 @@ class ChatTab {
     on(document, "keydown", (event) => this.onKey(event));
     on(this.input, "keydown", (event) => this.onInputKey(event, composer));
     on(this.input, "input", () => this.onInput());
-    on(this.thread, "scroll", () => this.onScroll());
-    this.isAtEnd = true;
-    this.scrolledTo = 0;
-    this.sizes = new ResizeObserver(() => this.isAtEnd && this.scrollToEnd());
+    this.files.listen(this.root, this.input, signal);
     on(window, KEY_CHANGED, () => this.loadModels());
     on(window, MODEL_CHOSEN, () => this.openChosen());
     on(document, "visibilitychange", () => document.hidden || this.loadModels());
@@ -191,7 +198,6 @@ class ChatTab {
 
   close() {
     clearTimeout(this.retry);
-    this.sizes.disconnect();
     this.abort.abort();
   }
 
@@ -230,16 +236,18 @@ class ChatTab {
     this.list.draw(conversation);
     this.views.clear();
     this.drawThread();
-    this.scrollToEnd();
+    this.scroll.toEnd();
   }
 
   async send(text) {
-    if (!text.trim()) return;
+    if (!text.trim() && !this.files.entries.length) return;
     if (!this.conversation.model) await this.awaitModels();
-    if (!this.tryTo(() => chats.send(this.conversation, text))) return;
+    const act = () => chats.send(this.conversation, text, this.files.ready());
+    if (!this.tryTo(act)) return;
+    this.files.clear();
     this.input.value = "";
     this.onInput();
-    this.scrollToEnd();
+    this.scroll.toEnd();
   }
 
   stop() {
@@ -313,6 +321,7 @@ class ChatTab {
     conversation.model =
       fillModelSelect(this.model, knownModels(), conversation.model) || conversation.model;
     this.form.show(conversation.settings, this.modelEntry());
+    this.files.recount();
     this.drawChangedSettings();
     this.drawEmpty();
   }
@@ -372,8 +381,7 @@ class ChatTab {
     this.views = kept;
     const wanted = [...kept.values()].map(({ element }) => element);
     fill(this.thread, wanted);
-    this.sizes.disconnect();
-    for (const element of wanted) this.sizes.observe(element);
+    this.scroll.observe(wanted);
     for (const message of messages) this.drawMessage(message);
     this.drawEmpty();
     this.drawState();
@@ -425,26 +433,6 @@ class ChatTab {
     this.sendButton.title = isRunning ? "Stop (Esc)" : "Send (Enter)";
     this.sendButton.classList.toggle("stop", isRunning);
     fill(this.sendButton, icon(isRunning ? "stop" : "send"));
-  }
-
-  distanceToEnd() {
-    const { scrollHeight, scrollTop, clientHeight } = this.thread;
-    return scrollHeight - scrollTop - clientHeight;
-  }
-
-  scrollToEnd() {
-    this.isAtEnd = true;
-    this.thread.scrollTop = this.thread.scrollHeight;
-  }
-
-  /** Follow the end of the conversation, unless the user has scrolled up. The end may also be further
-   * away because the thread has grown since it was scrolled. */
-  onScroll() {
-    const { scrollTop } = this.thread;
-    if (this.distanceToEnd() < NEAR_END_PX) this.isAtEnd = true;
-    else if (scrollTop < this.scrolledTo) this.isAtEnd = false;
-    this.scrolledTo = scrollTop;
-    this.toEnd.hidden = this.isAtEnd;
   }
 
   onInput() {
