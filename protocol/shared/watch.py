@@ -221,7 +221,7 @@ class EngineWatcher:
 
 
 def _point(frame: EngineFrame) -> PastPoint:
-    first, gap = (each and each.p50 for each in (frame.first_token, frame.gap))
+    first, gap = (None if each is None else each.p50 for each in (frame.first_token, frame.gap))
     return PastPoint(frame.now_s, frame.rates.tokens_per_s, first, gap)
 
 
@@ -254,7 +254,7 @@ def past_points(steps: Sequence[StepSummary], now_s: float) -> list[PastPoint]:
             counts[index] -= number
         if age <= oldest:
             found = quantiles(counts, (0.5,))
-            points.append(PastPoint(now_s - age, tokens[age], None, found and found[0]))
+            points.append(PastPoint(now_s - age, tokens[age], None, found[0] if found else None))
     return points
 
 
