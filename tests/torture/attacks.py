@@ -6,8 +6,8 @@ ZeroMQ clients that never read. The target is `tidegate serve` with a tiny model
 During an attack, other clients stream answers, one after the other, and /livez is requested all the
 time. Each invalid request must be refused with an error, no stream may be lost, /livez must answer
 in time, and no process may grow. Meanwhile the gateway may hold no more than
-docs/operate/security.md says. The command prints a row for each attack and exits with 1 if there is
-any complaint. `make torture` runs all; tests/e2e/test_torture_attacks.py runs a few.
+docs/operate/request-limits.md says. The command prints a row for each attack and exits with 1 if
+there is any complaint. `make torture` runs all; tests/e2e/test_torture_attacks.py runs a few.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BODY_MIB = 16
 """The default of --max-body-mib."""
 HELD_MIB, REQUEST_MIB = 4 * (8 * BODY_MIB // 2) + 4 * BODY_MIB, 2
 """Most MiB that one client's large bodies, and each of its requests, may take in a gateway during
-an attack: docs/operate/security.md, with the default options."""
+an attack: docs/operate/request-limits.md, with the default options."""
 BODY_BYTES = BODY_MIB << 20
 NUM_WITNESSES, WITNESS_TOKENS = 3, 100
 NUM_UNREAD = 2000

@@ -1,4 +1,4 @@
-"""The bounds in docs/operate/security.md are those of the code."""
+"""The bounds in docs/operate/request-limits.md are those of the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.http.text_fields import Label, Name, TemplateText
 from protocol.config.gateway import GatewayConfig
 from tests.support.processes import ROOT
 
-TEXT = " ".join((ROOT / "docs" / "operate" / "security.md").read_text().split())
+TEXT = " ".join((ROOT / "docs" / "operate" / "request-limits.md").read_text().split())
 CONFIG = GatewayConfig()
 BODY_MIB, MEMORY_MIB = CONFIG.max_body_mib, CONFIG.body_memory_bytes >> 20
 LENGTHS = [get_args(kind)[1].max_length for kind in (Label, Name, TemplateText)]
