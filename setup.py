@@ -60,7 +60,7 @@ CUDA = [  # kernels for GPUs; a torch for CUDA requires its own version of it
 CLUSTER = [  # tidegate serve --cluster (docs/scale/cluster.md)
     "ray>=2.60,<3",
 ]
-OTEL = [  # request traces (docs/operate/metrics.md)
+OTEL = [  # request traces (docs/operate/traces.md)
     "opentelemetry-exporter-otlp-proto-http>=1.27,<2",
     "opentelemetry-sdk>=1.27,<2",
 ]

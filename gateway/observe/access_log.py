@@ -50,7 +50,7 @@ def text_line(record: RequestRecord, *, names_model: bool) -> str:
 
 
 def log_fields(record: RequestRecord) -> dict[str, Any]:
-    """Return the fields of a JSON line. docs/operate/metrics.md lists them.
+    """Return the fields of a JSON line. docs/operate/logs.md lists them.
 
     The fields of the answer are on the same level as those of the request. Times are in seconds.
     """

@@ -1,4 +1,4 @@
-"""Exit codes of all Tidegate processes (docs/operate/operations.md).
+"""Exit codes of all Tidegate processes (docs/operate/health.md).
 
 A process that was killed by a signal is reported with the exit code that shells use: 128 plus the
 number of the signal.

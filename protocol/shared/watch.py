@@ -221,8 +221,12 @@ class EngineWatcher:
 
 
 def _point(frame: EngineFrame) -> PastPoint:
-    first, gap = (each and each.p50 for each in (frame.first_token, frame.gap))
-    return PastPoint(frame.now_s, frame.rates.tokens_per_s, first, gap)
+    return PastPoint(
+        frame.now_s,
+        frame.rates.tokens_per_s,
+        None if frame.first_token is None else frame.first_token.p50,
+        None if frame.gap is None else frame.gap.p50,
+    )
 
 
 def past_points(steps: Sequence[StepSummary], now_s: float) -> list[PastPoint]:
@@ -254,7 +258,8 @@ def past_points(steps: Sequence[StepSummary], now_s: float) -> list[PastPoint]:
             counts[index] -= number
         if age <= oldest:
             found = quantiles(counts, (0.5,))
-            points.append(PastPoint(now_s - age, tokens[age], None, found and found[0]))
+            gap = None if found is None else found[0]
+            points.append(PastPoint(now_s - age, tokens[age], None, gap))
     return points
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from tests.support.browser import DESKTOP, chromium, send
+from tests.support.browser import DESKTOP, chromium, send, set_max_tokens
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, text_reply, thinking_card
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 TOKEN_CHARS = 4
+MAX_TOKENS = 1_000_000
+"""The scripted model has a token for each byte."""
 FRAME_MS = 50.0
 """A longer frame is seen as a stutter."""
 LAST = "This is the last line."
@@ -126,6 +128,7 @@ def measure(browser: Browser, gateway: GatewayProcess, wait_s: float) -> None:
     page = context.new_page()
     page.goto(gateway.url)
     page.get_by_text("tokens", exact=False).first.wait_for()
+    set_max_tokens(page, MAX_TOKENS)
     page.evaluate(WATCH_FRAMES)
     browser.start_tracing(page=page, categories=CATEGORIES)
     started = time.monotonic()

@@ -62,8 +62,7 @@ def test_at_most_ten_lines_precede_the_banner(server: Server) -> None:
     lines = [line for line in lines if "environment: OMP_NUM_THREADS;" not in line]  # conftest.py
     assert len(lines) <= 10, server.output
     assert (
-        "at most ten lines before the banner"
-        in (ROOT / "docs" / "operate" / "operations.md").read_text()
+        "at most ten lines before the banner" in (ROOT / "docs" / "operate" / "logs.md").read_text()
     )
     pattern = re.compile(r"\d\d:\d\d:\d\d (tidegate|gateway|engine|worker)\[\d+\] INFO .+")
     assert all(map(pattern.fullmatch, lines)), server.output

@@ -206,6 +206,6 @@ def test_a_download_that_fails_is_code_10(tmp_path: Path) -> None:
 
 
 def test_every_code_is_in_the_documentation() -> None:
-    text = (ROOT / "docs" / "operate" / "operations.md").read_text()
+    text = (ROOT / "docs" / "operate" / "health.md").read_text()
     for code in ExitCode:
         assert re.search(rf"^\| {code.value} \| ", text, re.MULTILINE), code

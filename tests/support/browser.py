@@ -163,6 +163,14 @@ def send(page: Page, text: str) -> None:
     page.keyboard.press("Enter")
 
 
+def set_max_tokens(page: Page, number: int) -> None:
+    """Set the most tokens of the answers that follow."""
+    settings = page.get_by_role("button", name="Settings", exact=True)
+    settings.click()
+    page.get_by_label("Max tokens").fill(str(number))
+    settings.click()
+
+
 def await_answer(page: Page, text: str) -> None:
     """Wait until the last answer contains a text and is complete."""
     answer = page.locator(".message.answer").last

@@ -15,7 +15,7 @@ KINDS: tuple[Any, ...] = (
 """Values of every kind of JSON."""
 MODEL = "scripted"
 """The example of a text: the name of the model of a `ScriptedEngine`."""
-NOTES = {"title", "description", "default", "discriminator", "mapping", "format", "propertyNames"}
+NOTES = {"title", "description", "default", "examples", "discriminator", "format", "propertyNames"}
 """Keywords that allow or forbid no value."""
 
 
@@ -97,22 +97,13 @@ class WrongValues:
             if name in refs:
                 continue
             refs |= {name} - {None}
+            least = self._example(arm)
             for key, inner in arm.get("properties", {}).items():
-                others = self._example(arm) | {}
-                yield from self._places(
-                    inner,
-                    (*keys, key),
-                    lambda value, others=others, key=key: wrap({**others, key: value}),
-                    refs,
-                )
+                member = _within_object(wrap, least, key)
+                yield from self._places(inner, (*keys, key), member, refs)
             if arm.get("type") == "array":
-                least = self._example(arm)
-                yield from self._places(
-                    _item_schema(arm, 0),
-                    (*keys, 0),
-                    lambda value, least=least: wrap([value, *least[1:]]),
-                    refs,
-                )
+                item = _within_list(wrap, least)
+                yield from self._places(_item_schema(arm, 0), (*keys, 0), item, refs)
 
     def _arms(self, schema: Schema) -> Iterator[Schema]:
         """Yield the members of a union of schemas, or the schema itself."""
@@ -155,6 +146,14 @@ class WrongValues:
             case "boolean":
                 return False
         return None
+
+
+def _within_object(wrap: Wrap, others: Mapping[str, Any], key: str) -> Wrap:
+    return lambda value: wrap({**others, key: value})
+
+
+def _within_list(wrap: Wrap, items: list[Any]) -> Wrap:
+    return lambda value: wrap([value, *items[1:]])
 
 
 def _item_schema(schema: Schema, index: int) -> Schema:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from protocol.engine.model_card import SamplingDefaults
-from protocol.tools.start_facts import MemoryFacts
+from protocol.tools.start_facts import MemoryFacts, ModelPlan
 from tools.commands.models import hub_lines, resolve
 from tools.failure import Failure
 from tools.models.catalogue import (
@@ -40,6 +40,7 @@ from tools.models.fetch import (
     progress_bar,
     recommended_sampling,
 )
+from tools.models.preflight import log_larger
 from tools.models.pulling import parse_name
 from tools.terminal import Terminal
 
@@ -147,6 +148,31 @@ def test_the_largest_recommended_model_that_fits_comes_first(memory_gb: int) -> 
     assert sizes == sorted(sizes, reverse=True)
     assert all(size <= memory_gb * 10**9 for size in sizes)
     assert bool(found) == (memory_gb > 1)
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "names"),
+    [(1, ""), (3, "qwen3-1.7b (1.8 GB) or qwen3.5-0.8b (563 MB)"), (10, "qwen3-8b (5.0 GB) or")],
+)
+def test_a_start_with_the_default_model_names_two_better_ones_that_fit(
+    free_gb: int, names: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = ModelPlan(
+        name=DEFAULT,
+        architecture="LlamaForCausalLM",
+        device="cpu",
+        dtype="bfloat16",
+        context_tokens=8192,
+        max_len=8192,
+        weights_bytes=1,
+        kv_bytes=1,
+        longest_kv_bytes=1,
+        work_bytes=1,
+        free_bytes=free_gb * 10**9,
+    )
+    log_larger(plan, Terminal())
+    out = capfd.readouterr().out
+    assert f"tidegate serve {names}" in out if names else out == ""
 
 
 def test_clients_see_the_recommended_models_of_the_hub_first() -> None:

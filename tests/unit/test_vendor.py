@@ -13,9 +13,12 @@ import pytest
 from gateway.web.vendor import DIGESTS, PACKAGES, VENDOR, NpmPackage, VendorError, unpacked
 from tests.support.processes import ROOT
 
-RECORDED = dict(
-    reversed(line.split("  ", 1)) for line in DIGESTS.read_text(encoding="utf-8").splitlines()
-)
+RECORDED = {
+    name: digest
+    for digest, _, name in (
+        line.partition("  ") for line in DIGESTS.read_text(encoding="utf-8").splitlines()
+    )
+}
 
 
 def test_the_files_are_those_of_the_packages() -> None:

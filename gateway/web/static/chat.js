@@ -3,6 +3,7 @@
 import { asPython, chatCurl, streamed } from "./requests.js";
 import { errorBox } from "./api.js";
 import { fill, h, icon, iconButton, loadStyle, oncePerFrame } from "./dom.js";
+import { Attachments } from "./attachments.js";
 import { ConversationList } from "./conversation-list.js";
 import { ModelMenu } from "./model-menu.js";
 import { knownModels, MODEL_CHOSEN, takeChosenModel } from "./models.js";
@@ -12,12 +13,12 @@ import { PRESETS_CHANGED } from "./presets.js";
 import { chats } from "./session.js";
 import { SettingsPanel } from "./settings-panel.js";
 import { readDraft, writeDraft } from "./store.js";
+import { ThreadScroll } from "./thread-scroll.js";
 import { versionsOf } from "./versions.js";
 import { welcome } from "./welcome.js";
 
 const NO_CONVERSATION =
   "This browser has no conversation with this address. It was deleted, or is in another browser.";
-const NEAR_END_PX = 80;
 const ANNOUNCED_CHARS = 2000;
 
 const isAnswer = ({ role }) => role === "assistant";
@@ -58,9 +59,11 @@ class ChatTab {
       "aria-label": "Conversation",
       tabindex: 0,
     });
-    this.toEnd = iconButton("down", "Scroll to the end", () => this.scrollToEnd(), {
-      class: "icon-button to-end",
-      hidden: true,
+    this.scroll = new ThreadScroll(this.thread, this.abort.signal);
+    this.files = new Attachments({
+      model: () => this.modelEntry(),
+      showProblem: (error) => this.showProblem(error),
+      onChange: () => this.drawSendable(),
     });
     this.input = h("textarea", {
       rows: 1,
@@ -83,7 +86,15 @@ class ChatTab {
       },
       this.abort.signal,
     );
-    const composer = h("form", { class: "composer" }, this.input, this.sendButton);
+    const composer = h(
+      "form",
+      { class: "composer" },
+      this.files.element,
+      this.files.chooser,
+      this.files.button,
+      this.input,
+      this.sendButton,
+    );
     const settingsButton = iconButton("sliders", "Settings", () => this.panels.toggle("settings"), {
       title: "Settings (Alt + S)",
       "aria-expanded": "false",
@@ -124,7 +135,7 @@ class ChatTab {
         { class: "scroll" },
         h("h2", { class: "visually-hidden" }, "Messages"), // above the headings of answers
         this.thread,
-        this.toEnd,
+        this.scroll.button,
       ),
       h(
         "div",
@@ -163,10 +174,7 @@ class ChatTab {
     on(document, "keydown", (event) => this.onKey(event));
     on(this.input, "keydown", (event) => this.onInputKey(event, composer));
     on(this.input, "input", () => this.onInput());
-    on(this.thread, "scroll", () => this.onScroll());
-    this.isAtEnd = true;
-    this.scrolledTo = 0;
-    this.sizes = new ResizeObserver(() => this.isAtEnd && this.scrollToEnd());
+    this.files.listen(this.root, this.input, signal);
     on(window, MODEL_CHOSEN, () => this.openChosen());
     on(window, PRESETS_CHANGED, () => {
       this.drawEmpty();
@@ -184,7 +192,6 @@ class ChatTab {
   }
 
   close() {
-    this.sizes.disconnect();
     this.abort.abort();
   }
 
@@ -224,7 +231,7 @@ class ChatTab {
     this.views.clear();
     this.drawThread();
     this.showDraft();
-    this.scrollToEnd();
+    this.scroll.toEnd();
   }
 
   /** Open a conversation that was found, at one of its messages. */
@@ -233,17 +240,19 @@ class ChatTab {
     const element = this.views.get(message?.id)?.element;
     if (!element) return;
     element.classList.add("found");
-    this.scrollTo(element, "start");
+    this.scroll.show(element, "start");
   }
 
   async send(text) {
-    if (!text.trim()) return;
+    if (!text.trim() && !this.files.entries.length) return;
     if (!this.conversation.model) await this.menu.wait();
     const key = this.draftKey;
-    if (!this.tryTo(() => chats.send(this.conversation, text))) return;
+    const act = () => chats.send(this.conversation, text, this.files.ready());
+    if (!this.tryTo(act)) return;
     writeDraft(key, "");
+    this.files.clear();
     this.showDraft();
-    this.scrollToEnd();
+    this.scroll.toEnd();
   }
 
   stop() {
@@ -292,6 +301,7 @@ class ChatTab {
     const { conversation } = this;
     conversation.model = this.menu.choose(conversation.model) || conversation.model;
     this.settings.show(conversation.settings, this.modelEntry());
+    this.files.recount();
     this.drawEmpty();
   }
 
@@ -338,8 +348,7 @@ class ChatTab {
     this.views = kept;
     const wanted = [...kept.values()].map(({ element }) => element);
     fill(this.thread, wanted);
-    this.sizes.disconnect();
-    for (const element of wanted) this.sizes.observe(element);
+    this.scroll.observe(wanted);
     for (const message of messages) this.drawMessage(message);
     this.drawEmpty();
     this.drawState();
@@ -363,7 +372,7 @@ class ChatTab {
     if (!shown) return;
     const { picker, element } = this.views.get(shown.id);
     picker.focus();
-    this.scrollTo(element, "nearest");
+    this.scroll.show(element, "nearest");
     this.context.announce(`${picker.element.getAttribute("aria-label")}.`);
   }
 
@@ -404,32 +413,8 @@ class ChatTab {
 
   /** An empty message cannot be sent, but an answer in progress can be stopped. */
   drawSendable() {
-    this.sendButton.disabled = !this.isRunning && !this.input.value.trim();
-  }
-
-  distanceToEnd() {
-    const { scrollHeight, scrollTop, clientHeight } = this.thread;
-    return scrollHeight - scrollTop - clientHeight;
-  }
-
-  scrollToEnd() {
-    this.isAtEnd = true;
-    this.thread.scrollTop = this.thread.scrollHeight;
-  }
-
-  /** Follow the end of the conversation, unless the user has scrolled up. The end may also be further
-   * away because the thread has grown since it was scrolled. */
-  scrollTo(element, block) {
-    element.scrollIntoView({ block });
-    this.isAtEnd = this.distanceToEnd() < NEAR_END_PX; // the event of the scroll comes too late
-  }
-
-  onScroll() {
-    const { scrollTop } = this.thread;
-    if (this.distanceToEnd() < NEAR_END_PX) this.isAtEnd = true;
-    else if (scrollTop < this.scrolledTo) this.isAtEnd = false;
-    this.scrolledTo = scrollTop;
-    this.toEnd.hidden = this.isAtEnd;
+    const isEmpty = !this.input.value.trim() && !this.files.entries.length;
+    this.sendButton.disabled = !this.isRunning && isEmpty;
   }
 
   onInput() {

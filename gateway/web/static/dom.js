@@ -34,6 +34,7 @@ export function fill(element, ...children) {
 }
 
 const ICONS = {
+  attach: "M20 11l-8.5 8.5a5 5 0 0 1-7-7L13 4a3.4 3.4 0 0 1 4.8 4.8L9.5 17a1.7 1.7 0 0 1-2.4-2.4L15 7",
   back: "M15 6l-6 6 6 6",
   check: "M5 13l4 4L19 7",
   chevron: "M9 6l6 6-6 6",
@@ -44,6 +45,7 @@ const ICONS = {
   down: "M12 5v14M6 13l6 6 6-6",
   download: "M12 4v11m0 0l-4-4m4 4l4-4M5 20h14",
   edit: "M4 20h4L19 9l-4-4L4 16z",
+  file: "M6 3h8l4 4v14H6zM14 3v4h4M9 12h6M9 16h6",
   key: "M14.5 9.5a4 4 0 1 1-2.2-3.6 4 4 0 0 1 2.2 3.6zM13 12l7 7M17 16l2-2",
   menu: "M4 7h16M4 12h16M4 17h16",
   moon: "M20 14.5A8 8 0 0 1 9.5 4 8 8 0 1 0 20 14.5z",

@@ -8,6 +8,7 @@ import { fill, h, icon, loadStyle } from "./dom.js";
 import { chooseModel, fetchModels, MODELS_FETCHED } from "./models.js";
 
 const POLL_MS = 1000;
+const MAX_LISTINGS = 10;
 
 /**
  * Add the button "Models" to the bar as soon as it is known that the user may manage models.
@@ -67,6 +68,15 @@ function inUnits(bytes) {
 
 function inTokens(perSecond) {
   return perSecond >= 10 ? Math.round(perSecond).toLocaleString("en") : perSecond.toFixed(1);
+}
+
+/** Fetch the models until they include a served one: its first listing may be a moment late. */
+async function fetchUntilListed(name) {
+  for (let attempt = 0; attempt < MAX_LISTINGS; attempt += 1) {
+    const models = await fetchModels();
+    if (models.some(({ id }) => id === name)) return;
+    await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+  }
 }
 
 /** Open the dialog. `onClose` is called after it is closed. */
@@ -181,7 +191,7 @@ class LibraryDialog {
   }
 
   async chat(name) {
-    await fetchModels();
+    await fetchUntilListed(name);
     this.dialog.close();
     chooseModel(name);
     this.context.openChat();

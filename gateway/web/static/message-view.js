@@ -2,6 +2,7 @@
 
 import { canContinue, describeEnd, describeLoading, describeSpeed } from "./answer.js";
 import { errorBox } from "./api.js";
+import { tokensInWords } from "./attachments.js";
 import { codeBlock } from "./code-block.js";
 import { copyButton, fill, h, icon, iconButton } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
@@ -63,10 +64,11 @@ class UserView {
   }
 
   draw() {
-    const { content } = this.message;
+    const { content, files = [] } = this.message;
     fill(
       this.element,
-      h("div", { class: "bubble" }, content),
+      files.map(fileView),
+      content ? h("div", { class: "bubble" }, content) : null,
       h(
         "div",
         { class: "tools" },
@@ -88,7 +90,7 @@ class UserView {
       "aria-label": "Edit the message",
     });
     const save = () => {
-      if (input.value.trim()) this.actions.edit(this.message, input.value);
+      if (input.value.trim() || this.message.files?.length) this.actions.edit(this.message, input.value);
     };
     const cancel = () => {
       this.draw();
@@ -123,6 +125,16 @@ class UserView {
     );
     input.focus();
   }
+}
+
+/** Return a file of a message, whose text is shown when it is opened. */
+function fileView({ name, text, tokens }) {
+  const size = tokens === null ? null : h("span", { class: "muted" }, tokensInWords(tokens));
+  const summary = h("summary", {}, icon("file"), h("span", { class: "name" }, name), size);
+  const view = h("details", { class: "file" }, summary);
+  const show = () => view.append(codeBlock(text, name.split(".").at(-1)));
+  view.addEventListener("toggle", show, { once: true });
+  return view;
 }
 
 class ResultView {

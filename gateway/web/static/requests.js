@@ -76,7 +76,8 @@ export function streamed(body) {
 
 /** Return the messages of a conversation in the shape of the API. */
 export function apiMessages(messages) {
-  return messages.map(({ role, content, reasoning, calls, callId }) => {
+  return messages.map(({ role, content, reasoning, calls, callId, files }) => {
+    if (role === "user") return { role, content: withFiles(content, files) };
     if (role === "tool") return { role, tool_call_id: callId, content };
     if (role !== "assistant" || !calls?.length) return { role, content };
     const tool_calls = calls.map(({ id, name, args }) => ({
@@ -87,6 +88,17 @@ export function apiMessages(messages) {
     // A model that reasons between its calls needs what it thought before them.
     return { role, content: content || null, tool_calls, ...(reasoning ? { reasoning } : {}) };
   });
+}
+
+/** Return a text with files ({ name, text }) before it. Each has its name, and a fence that is longer than
+ * those in it, so a file cannot end its own part. */
+export function withFiles(content, files = []) {
+  const parts = files.map(({ name, text }) => {
+    const runs = text.match(/`{3,}/g) ?? [];
+    const fence = "`".repeat(runs.reduce((most, { length }) => Math.max(most, length + 1), 3));
+    return `File ${JSON.stringify(name)}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
+  });
+  return [...parts, content].filter(Boolean).join("\n\n");
 }
 
 /** Return the fields that make an answer go on where the last of these messages ends. */

@@ -49,21 +49,23 @@ class Chats extends EventTarget {
     return this.running.has(conversation.id);
   }
 
-  /** Add a message of the user, and answer it. Raises Error if the settings are invalid. */
-  send(conversation, text) {
+  /** Add a message of the user, with files ({ name, text, tokens }), and answer it. Raises Error if the
+   * settings are invalid. */
+  send(conversation, text, files = []) {
     this.check(conversation);
-    conversation.title ||= titleOf(text);
-    append(conversation, newMessage("user", text));
+    conversation.title ||= titleOf(text || files[0].name);
+    append(conversation, { ...newMessage("user", text), files });
     return this.answer(conversation);
   }
 
-  /** Add another version of a message of the user, and answer it. */
+  /** Add another version of a message of the user, with the same files, and answer it. */
   edit(conversation, message, text) {
+    const { files = [] } = message;
     this.check(conversation);
     this.stop(conversation);
     hideFrom(conversation, message);
-    if (conversation.messages.length === 0) conversation.title = titleOf(text);
-    append(conversation, newMessage("user", text));
+    if (conversation.messages.length === 0) conversation.title = titleOf(text || files[0].name);
+    append(conversation, { ...newMessage("user", text), files });
     return this.answer(conversation);
   }
 

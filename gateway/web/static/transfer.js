@@ -89,6 +89,7 @@ const MESSAGE = shape(
     ...{ tokens: number, tokensBefore: number, firstMs: number, lastMs: number, tookMs: number },
     ...{ isLoading: truth, hasLoaded: truth, tokenIds: list(number), logprobs: list(token) },
     ...{ warnings: list(text), ignored: list(text) },
+    files: list(shape({ name: text, text }, { tokens: orNull(number) })),
     calls: list(shape({ id: text, name: text, args: text })),
     usage: shape({ prompt_tokens: number }, { prompt_tokens_details: orNull(object) }),
     timings: shape({}, { predicted_per_second: orNull(number), first_token_ms: orNull(number) }),

@@ -53,7 +53,7 @@ TITLES = """all => all.map((each) => [...each.childNodes]
 
 def titles(page: Page) -> list[str]:
     """Return the titles in the list, without the texts that were found."""
-    shown: list[str] = page.locator(".conversations .title").evaluate_all(TITLES)
+    shown: list[str] = page.locator(".conversations li:not(.rest) .title").evaluate_all(TITLES)
     return shown
 
 

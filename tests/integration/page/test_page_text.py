@@ -11,7 +11,7 @@ import re
 import pytest
 
 from tests.integration.page.conftest import Visitor
-from tests.support.browser import await_answer, send
+from tests.support.browser import await_answer, send, set_max_tokens
 from tests.support.scripted_engine import ScriptedEngine, text_reply
 
 INTEGRAL = r"$$\int_0^1 x\,dx$$"
@@ -261,6 +261,7 @@ def test_the_end_of_a_long_answer_stays_in_sight(visit: Visitor, engine: Scripte
     parts = [f"Paragraph {number}\n\n$$\\frac{{{number}}}{{2}}$$\n\n" for number in range(200)]
     replies(engine, "".join(parts) + "The end.", size=40)
     page = visit().open()
+    set_max_tokens(page, 100_000)
     send(page, "Write.")
     await_answer(page, "The end.")
     at_end = """() => {
