@@ -40,8 +40,9 @@ def export(*conversations: dict[str, Any]) -> str:
 def import_text(page: Page, text: str, name: str = "export.json") -> str:
     """Import a file, and return what the page says about it."""
     page.locator(".news").evaluate("element => element.replaceChildren()")
-    file = {"name": name, "mimeType": "application/json", "buffer": text.encode()}
-    page.get_by_label("File of conversations").set_input_files([file])
+    page.get_by_label("File of conversations").set_input_files(
+        {"name": name, "mimeType": "application/json", "buffer": text.encode()}
+    )
     page.locator(".news span").wait_for()
     return page.locator(".news").inner_text()
 
