@@ -4,7 +4,7 @@ the client disappears, while there is a request in each state of the handoff.
 Each row of the table EXPECTED is one fault, which affects all requests at once. The test checks how
 every request ends, that it ends in time, and that all blocks of the engines that are not killed are
 free afterwards. `python -m tests.integration.test_split_faults` writes the table into
-docs/scale/split.md.
+docs/contribute/split-failures.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 
 pytestmark = pytest.mark.long
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "scale" / "split.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "contribute" / "split-failures.md"
 BEGIN, END = "<!-- tests/integration/test_split_faults.py -->\n", "<!-- end -->\n"
 
 THERE, AGAIN, BY_D = "answer: fetched", "answer: computed again", "answer: computed by D"

@@ -42,9 +42,9 @@ NEW_CURL = r"--(?:json|fail-with-body|retry-all-errors|url-query|variable|expand
 """Options that curl 7.68 lacks, which Ubuntu 20.04 has."""
 MAX_WORDS = 35
 MAX_BYTES = 15_000
-LONG_SENTENCES = {".": 1, "docs": 7, "docs/contribute": 36, "docs/scale": 8}
-LONG_PAGES = {"docs": 2, "docs/contribute": 3, "docs/scale": 1}
-SOURCE_FILES = {"docs/scale": 29}
+LONG_SENTENCES = {".": 1, "docs": 7, "docs/contribute": 36, "docs/scale": 7}
+LONG_PAGES = {"docs": 2, "docs/contribute": 3}
+SOURCE_FILES = {"docs/scale": 17}
 """Per folder, how many long sentences, long pages and names of source files are left from before
 these laws. The numbers only get smaller."""
 SOURCE = re.compile(r"(?<!llama)\.(?:py|cpp|h|js)\b")

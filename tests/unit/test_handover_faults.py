@@ -1,7 +1,7 @@
 """Each fault in each state of a handoff: how the request ends, whether its prompt was fetched or
 computed again, and what ended the lease.
 
-The expected outcomes are the table in docs/scale/split.md. `python -m
+The expected outcomes are the table in docs/contribute/split-failures.md. `python -m
 tests.unit.test_handover_faults` writes this table again.
 """
 
@@ -18,7 +18,7 @@ from protocol.engine.messages import Output
 from tests.support.engines import CLIENT, Bench, answer
 from tests.support.pair import PROMPT, HandoffPair
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "scale" / "split.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "contribute" / "split-failures.md"
 BEGIN, END = "<!-- tests/unit/test_handover_faults.py -->\n", "<!-- end -->\n"
 NUM_TOKENS = 24
 LEASE_S = 30.0
