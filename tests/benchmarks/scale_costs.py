@@ -3,7 +3,7 @@
     python -m tests.benchmarks.scale_costs
 
 Prints CPU times (the least of a few runs, because other programs can only make a run slower) and
-sizes in bytes. docs/scale/scale.md quotes them.
+sizes in bytes. docs/contribute/simulator.md quotes them.
 """
 
 from __future__ import annotations
