@@ -57,7 +57,9 @@ def ask(visit: Visit, text: str, max_tokens: int) -> None:
 
 def await_end(visit: Visit) -> None:
     """Wait until the first answer of the conversation is complete."""
-    visit.page.locator(".message.answer[aria-busy=false] .tools button").first.wait_for()
+    visit.page.locator(".message.answer[aria-busy=false]").get_by_role(
+        "button", name="Copy"
+    ).first.wait_for()
 
 
 def draw_tokens(visit: Visit) -> None:

@@ -4,7 +4,7 @@ import { BASE, errorBox, getJson } from "./api.js";
 import { fill, h, loadStyle } from "./dom.js";
 import { codeBlock } from "./code-block.js";
 import { fetchModels } from "./models.js";
-import { exampleOf, resolve, schemaView, typeName } from "./schema.js";
+import { exampleOf, resolve, schemaView, typeName, withCode } from "./schema.js";
 import { tryForm } from "./try-it.js";
 
 /** The groups that come first. */
@@ -207,7 +207,7 @@ class Reference {
       "div",
       { class: "operation-body" },
       h("p", { class: "muted" }, SCOPES[operation["x-scope"]] ?? ""),
-      description ? h("p", { class: "prose" }, description) : null,
+      description ? h("p", { class: "prose" }, withCode(description)) : null,
       parameters.length ? [h("h3", {}, "Parameters"), parametersView(parameters)] : null,
       schema
         ? [
@@ -227,7 +227,7 @@ class Reference {
     const details = h(
       "details",
       { class: "response" },
-      h("summary", {}, h("span", { class: `badge ${kind}` }, status), " ", description),
+      h("summary", {}, h("span", { class: `badge ${kind}` }, status), " ", withCode(description)),
     );
     details.addEventListener("toggle", () => {
       if (details.childElementCount > 1) return;
@@ -273,7 +273,7 @@ function parametersView(parameters) {
         required ? h("span", { class: "badge warn" }, "required") : null,
         h("span", { class: "schema-type" }, `${place}, ${typeName(schema)}`),
       ),
-      h("p", {}, description),
+      h("p", {}, withCode(description)),
     ),
   );
   return h("ul", { class: "fields" }, rows);

@@ -5,6 +5,11 @@ import { h } from "./dom.js";
 const MAX_EXAMPLE_DEPTH = 6;
 const REFERENCE = "#/components/schemas/";
 
+/** Return a sentence whose names in `backticks` are code. */
+export function withCode(sentence) {
+  return sentence.split(/`([^`]+)`/).map((part, place) => (place % 2 ? h("code", {}, part) : part));
+}
+
 /** Return the schema that a reference names; other schemas as they are. */
 export function resolve(schema, document) {
   if (!schema?.$ref) return schema ?? {};
@@ -107,7 +112,7 @@ function fieldsView(schema, document) {
         required.has(name) ? h("span", { class: "badge warn" }, "required") : null,
         h("span", { class: "schema-type" }, facts.join(", ")),
       ),
-      field.description ? h("p", {}, field.description) : null,
+      field.description ? h("p", {}, withCode(field.description)) : null,
       (field.examples ?? []).map((example) =>
         h("p", { class: "example" }, "Example: ", h("code", {}, JSON.stringify(example))),
       ),
@@ -117,7 +122,7 @@ function fieldsView(schema, document) {
   return h(
     "div",
     {},
-    schema.description ? h("p", { class: "prose" }, schema.description) : null,
+    schema.description ? h("p", { class: "prose" }, withCode(schema.description)) : null,
     h("ul", { class: "fields" }, rows),
   );
 }
