@@ -144,7 +144,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         Activations,
         about(
             "int8: round the inputs of quantised weights to eight bits, which is faster and loses "
-            "a little quality (docs/contribute/performance.md); bfloat16: keep them in --dtype; "
+            "a little quality (docs/operate/performance.md); bfloat16: keep them in --dtype; "
             "auto: int8 if the dtype is bfloat16 and the CPU kernels multiply integers faster"
         ),
     ] = "auto"
@@ -153,7 +153,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "number type of the KV cache; int8: round keys and values to eight bits, so the cache "
             "holds about twice as many tokens, at a small loss of quality "
-            "(docs/contribute/performance.md); auto: --dtype"
+            "(docs/operate/performance.md); auto: --dtype"
         ),
     ] = "auto"
     pooling: Annotated[

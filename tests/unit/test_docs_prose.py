@@ -42,8 +42,8 @@ NEW_CURL = r"--(?:json|fail-with-body|retry-all-errors|url-query|variable|expand
 """Options that curl 7.68 lacks, which Ubuntu 20.04 has."""
 MAX_WORDS = 35
 MAX_BYTES = 15_000
-LONG_SENTENCES = {".": 1, "docs": 7, "docs/contribute": 36}
-LONG_PAGES = {"docs": 2, "docs/contribute": 3}
+LONG_SENTENCES = {".": 1, "docs": 7, "docs/contribute": 23}
+LONG_PAGES = {"docs": 2, "docs/contribute": 2}
 """Per folder, how many long sentences and long pages are left from before these laws. The numbers
 only get smaller."""
 SOURCE = re.compile(r"(?<!llama)\.(?:py|cpp|h|js)\b")
