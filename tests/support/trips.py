@@ -1,6 +1,6 @@
 """Traces which files of the gateway a request visits until its prompt is token ids.
 
-docs/architecture.md defines the words used here.
+docs/contribute/request-files.md defines the words used here.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ source files in pages for users, and commands for an old curl, with what they pr
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,10 +41,6 @@ NEW_CURL = r"--(?:json|fail-with-body|retry-all-errors|url-query|variable|expand
 """Options that curl 7.68 lacks, which Ubuntu 20.04 has."""
 MAX_WORDS = 35
 MAX_BYTES = 15_000
-LONG_SENTENCES = {".": 1, "docs": 7, "docs/contribute": 23}
-LONG_PAGES = {"docs": 2, "docs/contribute": 2}
-"""Per folder, how many long sentences and long pages are left from before these laws. The numbers
-only get smaller."""
 SOURCE = re.compile(r"(?<!llama)\.(?:py|cpp|h|js)\b")
 MODULE = re.compile(r"python -m (?:tests|worker|gateway|engine_core)\b")
 _GENERATED = re.compile(r"^<!-- (\w+) -->$.*?^<!-- /\1 -->$", re.MULTILINE | re.DOTALL)
@@ -88,22 +83,6 @@ def source_files(text: str) -> list[str]:
     return names + MODULE.findall(text)
 
 
-def over(pages: list[Path], count: dict[Path, int], left: dict[str, int]) -> dict[str, list[str]]:
-    """Return the pages with a count above 0, of the folders whose sum exceeds the one in `left`."""
-    sums = Counter[str]()
-    for page in pages:
-        sums[folder_of(page)] += count[page]
-    folders = {folder for folder, number in sums.items() if number > left.get(folder, 0)}
-    return {
-        f"{folder}: {sums[folder]}": [
-            f"{page.name}: {count[page]}"
-            for page in pages
-            if folder_of(page) == folder and count[page]
-        ]
-        for folder in folders
-    }
-
-
 def curl_commands(page: Path) -> list[str]:
     """Return the lines of the page's shell blocks that run curl. Continued lines are joined."""
     scripts = [block.script for block in blocks_of(page) if block.language in SHELL]
@@ -125,18 +104,17 @@ def test_a_text_is_cut_into_sentences() -> None:
 
 def test_sentences_are_short() -> None:
     long = {
-        page: [each for each in sentences(page.read_text()) if len(each.split()) > MAX_WORDS]
+        name_of(page): [
+            each for each in sentences(page.read_text()) if len(each.split()) > MAX_WORDS
+        ]
         for page in READ
     }
-    for page, found in long.items():
-        for sentence in found:
-            print(f"{name_of(page)}: {len(sentence.split())} words: {sentence}")
-    assert over(READ, {page: len(found) for page, found in long.items()}, LONG_SENTENCES) == {}
+    assert {page: found for page, found in long.items() if found} == {}
 
 
 def test_pages_are_short() -> None:
-    long = {page: int(page.stat().st_size > MAX_BYTES) for page in READ}
-    assert over(READ, long, LONG_PAGES) == {}
+    sizes = {name_of(page): page.stat().st_size for page in READ}
+    assert {page: size for page, size in sizes.items() if size > MAX_BYTES} == {}
 
 
 def test_pages_for_users_name_no_source_file() -> None:
