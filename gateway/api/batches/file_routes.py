@@ -34,6 +34,7 @@ from gateway.store.batch_queries import NewFile, StoredFile
 from gateway.store.runs import DAY_S
 from gateway.store.sqlite_file import Store
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_errors import REQUIRED
 from protocol.wire.field_words import one_of
 
 routes = Routes("Files and batches", ErrorAnswer, scope="inference")
@@ -105,8 +106,11 @@ def upload(service: Service, context: RequestContext) -> Response:
     with refuse_if_full(), contextlib.ExitStack() as on_failure:
         on_failure.callback(sink.abandon)
         fields = read_upload(request.stream, request.content_type or "", max_bytes, sink)
-        if fields.get("purpose") != INPUT_PURPOSE:
-            raise InvalidRequest.wrong("purpose", one_of((INPUT_PURPOSE,)), fields.get("purpose"))
+        purpose = fields.get("purpose")
+        if purpose is None:
+            raise InvalidRequest.at("purpose", REQUIRED)
+        if purpose != INPUT_PURPOSE:
+            raise InvalidRequest.wrong("purpose", one_of((INPUT_PURPOSE,)), purpose)
         expiry_s = file_expiry_s(fields)
         assert sink.file is not None
         kept_s = service.config.file_days * DAY_S if expiry_s is None else expiry_s

@@ -106,8 +106,8 @@ PURPOSE = b'name="purpose"\r\n\r\nbatch\r\n'
     ("body", "status", "words"),
     [
         (multipart(PURPOSE), 400, "file: this field is required"),
-        (multipart(FILE), 400, "purpose: must be batch"),
-        (multipart(FILE, b'name="purpose"\r\n\r\nvision\r\n'), 400, "purpose: must be batch"),
+        (multipart(FILE), 400, "purpose: this field is required"),
+        (multipart(FILE, b'name="purpose"\r\n\r\nvision\r\n'), 400, 'purpose: must be "batch"'),
         (multipart(FILE, FILE, PURPOSE), 400, "file: the body must contain one file"),
         (multipart(PURPOSE, PURPOSE, FILE), 400, "purpose: this field is given twice"),
         (multipart(b'name="file"\r\n\r\n{}\r\n', PURPOSE), 400, "file: must be a file"),
