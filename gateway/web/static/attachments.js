@@ -21,6 +21,7 @@ export class Attachments {
       type: "file",
       multiple: true,
       hidden: true,
+      "aria-label": "Files to add",
       onchange: () => {
         this.add(this.chooser.files);
         this.chooser.value = ""; // so that the same file can be chosen again

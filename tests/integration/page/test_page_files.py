@@ -36,7 +36,7 @@ GIVE = """([target, event, name, data]) => {
 
 def choose(page: Page, name: str, data: bytes) -> None:
     file: Any = {"name": name, "mimeType": "application/octet-stream", "buffer": data}
-    page.locator("input[type=file]").set_input_files([file])
+    page.get_by_label("Files to add").set_input_files([file])
 
 
 def give(page: Page, event: str, target: str, name: str, data: bytes) -> None:
