@@ -365,7 +365,7 @@ def test_scores_come_in_the_order_of_the_pairs(
 BAD_PAIRS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no documents": ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
     "a number": ("/v1/rerank", {"query": "a", "documents": ["a", 1]}, "documents[1]"),
-    "no text": ("/v1/rerank", {"query": "a", "documents": [{"title": "a"}]}, "documents[0]"),
+    "no text": ("/v1/rerank", {"query": "a", "documents": [{"title": "a"}]}, "documents[0].text"),
     "no query": ("/v1/rerank", {"documents": ["a"]}, "query"),
     "no results": ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
     "too long": ("/v1/rerank", {"query": "a", "documents": ["b", "c" * 65]}, "documents[1]"),
