@@ -5,7 +5,6 @@ The indexes are folders with fake builds of torch. pip is a real one, in an envi
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import venv
@@ -73,10 +72,8 @@ def make_environment(folder: Path) -> Path:
     Return its Python."""
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    spec = importlib.util.find_spec("pip")
-    assert spec is not None
-    assert spec.origin is not None
-    (packages / "pip").symlink_to(Path(spec.origin).parent)
+    # Not by importlib.util.find_spec: setuptools warns when pip is searched for after distutils.
+    (packages / "pip").symlink_to(str(metadata.distribution("pip").locate_file("pip")))
     return folder / "bin" / "python"
 
 

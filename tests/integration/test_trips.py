@@ -40,7 +40,8 @@ MESSAGES = [
 ]
 COMPLETION = [
     *("api/openai/routes.py", *READ, "api/openai/checks.py", "api/openai/prepare.py"),
-    *("api/openai/requests.py", "api/openai/parameters.py", "api/openai/structured.py", ENCODE),
+    *("api/openai/requests.py", "api/openai/structured.py", "served_model.py"),
+    *("api/openai/parameters.py", ENCODE),
 ]
 
 

@@ -234,7 +234,7 @@ def test_the_log_of_one_request_has_no_line_about_another(
     logged: None, capfd: pytest.CaptureFixture[str], text: str, shown: list[str]
 ) -> None:
     done = run_command(capfd, "logs", "8000", "--request", text)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err) == (0, "the server has ended\n")
     assert re.findall(r"id=(\S+)", done.out) == shown
     assert len(done.out.splitlines()) == len(shown)
 
