@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,20 +113,24 @@ def prepare(source: Path) -> None:
 
 
 def for_site(text: str, page: str) -> str:
-    """Return a page's text with links for the site.
+    """Return a page's text with links for the site. Links that are shown as the name of a file show
+    its title instead.
 
     page    path of the page in the repository, such as "docs/use/page.md"
     """
     here = posixpath.dirname(place_in_site(page) or "")
+    folder = posixpath.dirname(page)
 
     def relink(match: re.Match[str]) -> str:
         mark, label, link = match.groups()
         target, hash_sign, anchor = link.partition("#")
         if "://" in link or link.startswith("mailto:") or not target:
             return match[0]
-        place = place_in_site(posixpath.normpath(posixpath.join(posixpath.dirname(page), target)))
+        place = place_in_site(posixpath.normpath(posixpath.join(folder, target)))
         if place is None:
             return label
+        if label.endswith(".md"):
+            label = title_of(ROOT / posixpath.normpath(posixpath.join(folder, target)))
         return f"{mark}[{label}]({posixpath.relpath(place, here or '.')}{hash_sign}{anchor})"
 
     pieces, at = [], 0
@@ -133,6 +138,13 @@ def for_site(text: str, page: str) -> str:
         pieces += [LINK.sub(relink, text[at : code.start()]), code[0]]
         at = code.end()
     return "".join((*pieces, LINK.sub(relink, text[at:])))
+
+
+@cache
+def title_of(page: Path) -> str:
+    """Return the title of a page: its first heading."""
+    found = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else page.name
 
 
 def place_in_site(path: str) -> str | None:

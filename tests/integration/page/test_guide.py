@@ -55,6 +55,11 @@ def test_pages_load_nothing_from_other_hosts_and_have_no_styles_in_attributes(gu
         assert not re.search(r'<[^>]*\s(?:style|on[a-z]+)="[^>]*>', text), path
 
 
+def test_links_show_titles_instead_of_names_of_files(guide: Path) -> None:
+    for path in guide.rglob("*.html"):
+        assert not re.search(r">[\w/-]+\.md</span></a>", path.read_text()), path
+
+
 def test_files_of_the_guide_are_sent_with_strict_headers(
     guide: Path, gateway: GatewayProcess
 ) -> None:
