@@ -157,6 +157,11 @@ class Visit:
             self.problems.append(f"{message.type}: {message.text}")
 
 
+def await_models(page: Page) -> None:
+    """Wait until a new chat knows the models. Before, its settings and its menu are not complete."""
+    page.locator(".empty .muted").filter(has_text="tokens").wait_for()
+
+
 def send(page: Page, text: str) -> None:
     """Write a message in the chat and send it."""
     page.get_by_label("Message", exact=True).fill(text)

@@ -9,7 +9,15 @@ import pytest
 
 from tests.integration.page.conftest import Visitor
 from tests.support.axe import axe_script, violations
-from tests.support.browser import DESKTOP, PHONE, Visit, await_answer, is_wider_than_screen, send
+from tests.support.browser import (
+    DESKTOP,
+    PHONE,
+    Visit,
+    await_answer,
+    await_models,
+    is_wider_than_screen,
+    send,
+)
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, text_reply
 from tests.support.scripted_library import ScriptedLibrary
@@ -43,7 +51,7 @@ LOADED = "select option, details.operation, .watch-engine"
 
 def chat(visitor: Visit) -> Page:
     page = visitor.open()
-    page.locator(LOADED).first.wait_for(state="attached")
+    await_models(page)
     return page
 
 

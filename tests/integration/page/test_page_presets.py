@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tests.integration.page.conftest import Visitor
 from tests.integration.page.test_page_list import export, import_text
-from tests.support.browser import await_answer, send
+from tests.support.browser import await_answer, await_models, send
 from tests.support.scripted_engine import ScriptedEngine, prompt_of
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def test_a_preset_is_made_of_the_settings_and_chosen_for_a_new_conversation(
     visit: Visitor, engine: ScriptedEngine
 ) -> None:
     page = visit().open()
+    await_models(page)
     page.keyboard.press("Alt+s")
     assert chosen(page) == "None: the defaults"
     save_preset(page, "Pirate", System_message="Talk like a pirate.", Temperature="1.5")
@@ -60,6 +61,7 @@ def test_a_preset_is_made_of_the_settings_and_chosen_for_a_new_conversation(
 
 def test_a_preset_can_be_chosen_renamed_replaced_and_deleted(visit: Visitor) -> None:
     page = visit().open()
+    await_models(page)
     page.keyboard.press("Alt+s")
     save_preset(page, "Cold", Temperature="0")
     page.get_by_label("Temperature").fill("1.8")
@@ -83,6 +85,7 @@ def test_a_preset_can_be_chosen_renamed_replaced_and_deleted(visit: Visitor) -> 
 
 def test_presets_are_exported_and_imported_without_duplicates(visit: Visitor) -> None:
     page = visit().open()
+    await_models(page)
     page.keyboard.press("Alt+s")
     save_preset(page, "Cold", Temperature="0")
     send(page, "hi")
