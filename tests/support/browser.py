@@ -158,7 +158,7 @@ class Visit:
 
 
 def await_models(page: Page) -> None:
-    """Wait until a new chat knows the models. Before, its settings and its menu are not complete."""
+    """Wait until a new chat knows the models. Before, its settings are not complete."""
     page.locator(".empty .muted").filter(has_text="tokens").wait_for()
 
 
