@@ -19,7 +19,10 @@ from tests.support.waiting import eventually
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REPLAYS, REPLAY_TOKENS = 48, 6
-SAMPLING = {"temperature": 1.0, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+SAMPLING = {
+    **{"temperature": 1.0, "top_p": 0.95, "top_k": 0, "min_p": 0.0},
+    **{"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
+}
 """Every parameter for which the model has a default."""
 SHORT = [prompt for prompt in PROMPTS if len(prompt) < 50]
 
