@@ -43,7 +43,7 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 ENTRY = re.compile(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", re.MULTILINE)
 LEFT_OUT = ("genindex.html", "objects.inv", ".buildinfo", ".doctrees", "_sources")
-"""What Sphinx makes for other programs and for itself."""
+"""Files that Sphinx makes for other programs and for itself."""
 
 STYLES = {"opacity: 50%": 'opacity="50%"', "display: none;": 'display="none"'}
 """Values of `style` in Furo's pages -> attributes of SVG."""

@@ -61,7 +61,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class PastPoint(msgspec.Struct, frozen=True):
-    """What the curves of an engine showed at a time of its clock.
+    """One point of each curve of an engine, at a time of its clock.
 
     at_s          the time, in seconds
     tokens_per_s  generated tokens per second

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -65,6 +66,17 @@ def test_no_class_name_stands_twice(tracked: list[Path]) -> None:
                     places[node.name].append(f"{path}:{node.lineno}")
     assert len(candidates) > 100
     assert {name: at for name, at in places.items() if len(at) > 1} == {}
+
+
+def test_builds_get_the_libraries_of_the_guide_that_the_extra_docs_names() -> None:
+    setup = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    (docs,) = (
+        ast.literal_eval(node.value)
+        for node in setup.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DOCS"
+    )
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]
+    assert set(build["requires"]) == {*docs, "setuptools>=77"}
 
 
 def test_each_law_names_its_tests() -> None:

@@ -43,10 +43,6 @@ def guide(service: Service, context: RequestContext) -> Response:
     about="The guide: all pages of the documentation, with a search.",
     text_types=("text/html",),
 )
-def guide_start(service: Service, context: RequestContext) -> Response:
-    return _guide_file(service, "")
-
-
 @routes.get(
     "/docs/<path:name>",
     is_probe=True,  # a visit to a page loads many files
@@ -54,7 +50,7 @@ def guide_start(service: Service, context: RequestContext) -> Response:
     text_types=TEXT_TYPES,
     parameters=(Parameter("name", "Path of the file in the guide.", place="path"),),
 )
-def guide_page(service: Service, context: RequestContext, name: str) -> Response:
+def guide_page(service: Service, context: RequestContext, name: str = "") -> Response:
     return _guide_file(service, name)
 
 
