@@ -90,10 +90,19 @@ def clean(text: str) -> str:
     return "".join(char if _is_plain(char) else "?" for char in text)
 
 
+def char_width(char: str) -> int:
+    """Return the columns that a character takes on a terminal: 0, 1 or 2."""
+    if unicodedata.category(char) in _ZERO_WIDTH:
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
+
+
+_ZERO_WIDTH = ("Mn", "Me", "Cf")
+"""Categories of characters that take no column: marks above others, joiners, selectors."""
+
+
 def _is_plain(char: str) -> bool:
-    if not char.isprintable() or unicodedata.combining(char):
-        return False
-    return unicodedata.east_asian_width(char) not in ("W", "F")
+    return char.isprintable() and not unicodedata.combining(char) and char_width(char) == 1
 
 
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0)]

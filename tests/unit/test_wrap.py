@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tools.chat.markdown import MarkdownPrinter
 from tools.chat.reasoning import ReasoningPrinter
-from tools.chat.wrap import MIN_COLUMNS, LineWrapper, char_width
+from tools.chat.wrap import MIN_COLUMNS, LineWrapper
+from tools.terminal import char_width
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 PARTS = re.compile(rf"{ESCAPES.pattern}|.")

@@ -7,22 +7,14 @@ is never changed. So a word is held back until it is complete, or as wide as a l
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable
+
+from tools.terminal import char_width
 
 _PARTS = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)
 """Matches an escape sequence, or a character."""
-_ZERO_WIDTH = ("Mn", "Me", "Cf")
-"""Categories of characters that take no column: marks above others, joiners, selectors."""
 MIN_COLUMNS = 20
 """Narrower terminals break lines themselves."""
-
-
-def char_width(char: str) -> int:
-    """Return the columns that a character takes on a terminal: 0, 1 or 2."""
-    if unicodedata.category(char) in _ZERO_WIDTH:
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
 
 
 class LineWrapper:
