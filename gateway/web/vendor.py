@@ -4,7 +4,7 @@
 
 It needs npm, replaces `static/vendor/` with the files of the versions named here, and writes their
 digests to `vendor.sha256`, which `sha256sum -c` reads in `static/vendor/`. The page loads a file of
-these only when a message needs it: a formula, a block of code, a PDF. Each folder has its licence.
+these only when a message needs it: for a formula or a block of code. Each folder has its licence.
 
 For a new version, change the version and the integrity, which `npm view NAME@VERSION` shows, and
 review what the project has changed.

@@ -20,7 +20,7 @@ READY = b"r"
 
 
 class Background:
-    """The end of the server, which is to go on in the background.
+    """How the server, in the child process, leaves the terminal when it is ready.
 
     fd   the pipe to the command that waits
     """
