@@ -49,8 +49,11 @@ class StepBench(Config, frozen=True, kw_only=True):
         int, about("untimed steps of each kind before the timed ones", ge=0, le=1 << 16)
     ] = 3
     sampling: Annotated[
-        Literal["greedy", "nucleus"],
-        about("sampling method; nucleus: temperature 1, top_p 0.9"),
+        Literal["greedy", "nucleus", "penalised"],
+        about(
+            "sampling method; nucleus: temperature 1, top_p 0.9; penalised: temperature 0.2, "
+            "top_p 0.9, frequency_penalty 0.5"
+        ),
     ] = "greedy"
 
     def __post_init__(self) -> None:

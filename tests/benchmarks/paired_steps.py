@@ -2,8 +2,10 @@
 
     python -m tests.benchmarks.paired_steps '{"activations": "int8"}' '{}'
     python -m tests.benchmarks.paired_steps '{"kv_dtype": "int8"}' '{}' --batch 1,8 --context 2048
+    python -m tests.benchmarks.paired_steps '{}' '{}' --sampling penalised,greedy
 
-The arguments are fields of WorkerConfig as JSON. Each turn starts a worker with the first set,
+The arguments are fields of WorkerConfig as JSON. `--sampling` is one method for both sides, or one
+for each. Each turn starts a worker with the first set,
 times every kind of step, and does the same with the second set. The table has the best step of
 each side, and the median over the turns of the ratio first/second of the median steps.
 """
@@ -28,17 +30,12 @@ from tools.commands.bench_step import measure
 COLUMNS = ("context", "new tokens", "batch", "first, ms", "second, ms", "ratio")
 
 
-def workload(fields: dict[str, Any], options: argparse.Namespace) -> StepBench:
+def workload(fields: dict[str, Any], sampling: str, options: argparse.Namespace) -> StepBench:
     """Return the steps to time with a worker that has these fields of WorkerConfig."""
     model = {"model": options.model or str(smollm2_gguf()), "threads": options.threads}
     worker = msgspec.convert({**model, **fields}, WorkerConfig)
-    return StepBench(
-        worker=worker,
-        batch=options.batch,
-        context=options.context,
-        new_tokens=options.new_tokens,
-        steps=options.steps,
-    )
+    fields = {name: getattr(options, name) for name in ("batch", "context", "new_tokens", "steps")}
+    return msgspec.convert({"worker": worker, "sampling": sampling, **fields}, StepBench)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -60,8 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=0, help="0: one per core")
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each kind in a turn")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--sampling", default="greedy", help="as of bench step; A or A,B")
     options = parser.parse_args(arguments)
-    sides = [workload(fields, options) for fields in (options.first, options.second)]
+    methods = (options.sampling.split(",") * 2)[:2]
+    sides = [
+        workload(fields, sampling, options)
+        for fields, sampling in zip((options.first, options.second), methods, strict=True)
+    ]
     turns = [[timings(side) for side in sides] for _ in tqdm(range(options.turns), unit="turn")]
     rows: list[Sequence[str]] = [COLUMNS]
     for pairs in zip(*(zip(*turn, strict=True) for turn in turns), strict=True):

@@ -30,6 +30,10 @@ from worker.step.slot_registry import PoisonedSlots
 CPU = torch.device("cpu")
 MAX_LEN, BLOCK_TOKENS, SLOTS, BLOCKS_EACH = 40, 4, 6, 10
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, logprobs=2)
+PLAIN = SamplingParams(temperature=0.9, top_p=0.9)
+PENALISED = SamplingParams(
+    temperature=0.4, frequency_penalty=0.5, repetition_penalty=1.2, min_p=0.1
+)
 BENT = SamplingParams(temperature=0.4, repetition_penalty=1.4, logprobs=1, logprobs_of="both")
 
 
@@ -115,8 +119,13 @@ def both_runners(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "params",
-    [[GREEDY] * 4, [GREEDY, DRAWN, BENT, DRAWN], [DRAWN]],
-    ids=["greedy", "mixed", "one that draws"],
+    [
+        [GREEDY] * 4,
+        [GREEDY, DRAWN, BENT, DRAWN],
+        [DRAWN],
+        [PENALISED, PLAIN, GREEDY, PENALISED],
+    ],
+    ids=["greedy", "mixed", "one that draws", "chosen in the call"],
 )
 def test_one_call_equals_the_general_path_in_results_slots_and_cache(
     folder: Path, name: str, dtype: torch.dtype, params: list[SamplingParams]

@@ -117,7 +117,7 @@ def test_the_cache_has_exactly_the_blocks_of_the_largest_step(checkpoint: Path) 
     assert worker.kv_blocks == 3 * 3 + 1
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "nucleus"])
+@pytest.mark.parametrize("sampling", ["greedy", "nucleus", "penalised"])
 @pytest.mark.parametrize("new_tokens", [1, 6])
 def test_every_batch_is_timed_with_every_context(
     checkpoint: Path, sampling: str, new_tokens: int

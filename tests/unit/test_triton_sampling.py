@@ -16,10 +16,11 @@ from torch import Tensor
 
 from protocol.engine.sampling import SamplingParams
 from tests.property.test_sampler import GREEDY, PARAMS, draws_of, logits_of
-from tests.support.exact_exp import bounds_and_masses, exact_exp
 from tests.support.mistaken_kernels import mistaken_copy
+from tests.support.row_masses import bounds_and_masses
 from tests.support.sampled_rows import RowRequest, bind_rows
 from tests.support.triton_code import interpreted, recorded_launches
+from worker.sampling.exact_probs import exact_exp
 from worker.sampling.row_split import RowSplit
 from worker.sampling.sampler import TokenChoice, sample
 from worker.sampling.verify import NO_DRAFT, verify

@@ -52,6 +52,7 @@ SIGNATURES = {
     "forward": "iip",
     "logits": "iippipp",
     "decode": "iip",
+    "sample": "ipiipppipp",
     "packed_bytes": "iii",
     "pack_blocks": "iipiip",
     "gather_rows": "iippip",

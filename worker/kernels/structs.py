@@ -382,6 +382,39 @@ class CHead(Structure):
     ]
 
 
+SAMPLER_FIELDS = {
+    "token_ids": "token_ids",
+    "lens": "len",
+    "prompt_lens": "prompt_len",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "top_k": "top_k",
+    "seeds": "seed",
+    "repetition": "repetition_penalty",
+    "frequency": "frequency_penalty",
+    "presence": "presence_penalty",
+    "num_bias": "num_bias",
+    "bias_ids": "bias_ids",
+    "bias_values": "bias_values",
+    "num_stops": "num_stop_ids",
+    "stop_ids": "stop_ids",
+    "min_lens": "min_len",
+}
+"""Each address of CSampler, and the slot field (worker/slots/fields.py) at it."""
+
+
+class CSampler(Structure):
+    """The slot fields that choosing a token reads, and the widths of some."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in SAMPLER_FIELDS),
+        ("max_tokens", c_int64),
+        ("max_bias", c_int64),
+        ("max_stops", c_int64),
+    ]
+
+
 class CDecode(Structure):
     _fields_ = [
         ("forward", CForward),
@@ -398,4 +431,5 @@ class CDecode(Structure):
         ("logits", c_void_p),
         ("tokens", c_void_p),
         ("finite", c_void_p),
+        ("sampler", CSampler),
     ]

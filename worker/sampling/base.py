@@ -21,10 +21,8 @@ class Sampling(Protocol):
 
     All implementations follow the rules of sampler.py, logits.py, logprobs.py and verify.py, and
     all sums over the vocabulary are sums of integers. So a row's result depends on no other row,
-    and not on how its work is divided. The integers are made of exponentials: torch's differ
-    between processors in the last bit, those of the Triton kernels are the same on every GPU. So
-    two implementations may draw different tokens where a random number falls between their bounds
-    of a token, about once in a million draws.
+    and not on how its work is divided. The integers are made of exponentials that have the same
+    bits everywhere (exact_probs.py). So all implementations choose the same token.
     """
 
     def sample(

@@ -3,7 +3,9 @@
 A floating-point sum depends on the order of its additions, and that order depends on the number of
 rows in the batch. An integer sum does not. So everything computed from integer sums (a cumulative
 distribution, a nucleus, a normaliser) has the same bits in any batch and on every device. All other
-arithmetic is on single items, or is the maximum of a row, which does not depend on the order.
+arithmetic is on single items, or is the maximum of a row, which does not depend on the order. The
+exponential is our own, so it has the same bits on every processor and GPU, and the compiled kernels
+(kernels/csrc/sampling.h, kernels/triton/exact_numbers.py) choose the tokens that this code chooses.
 
 Legend: N rows, V vocabulary.
 """
@@ -33,10 +35,30 @@ def scale_bits(vocab: int) -> int:
     return EXACT_FLOAT_BITS - vocab.bit_length()
 
 
+def exact_exp(x: Tensor) -> Tensor:
+    """Return exp(x) of float32 x <= 0, within 1 unit in the last place; 0 below -87 and for NaN.
+
+    It is 2**n * exp(r) with |r| <= ln(2) / 2. Each operation rounds correctly.
+    """
+    y = x.clamp(min=-87.0)
+    n = (y * 1.4426950408889634).add_(0.5).floor_()
+    # n * 0.693359375 is exact: that is ln(2) in 9 bits, and n has 7.
+    r = y.sub_(n * 0.693359375).add_(n * 2.1219444005469057e-04)
+    p = r * 0.0013814320470879827
+    for coefficient in (
+        *(0.008368851204697565, 0.041668401095087036),
+        *(0.16666519522901047, 0.4999999337300976),
+    ):
+        p = p.add_(coefficient).mul_(r)
+    p = p.mul_(r).add_(r).add_(1.0)
+    power = n.int().add_(127).bitwise_left_shift_(23).view(torch.float32)
+    return p.mul_(power).masked_fill_(~(x >= -87.0), 0)
+
+
 def relative(logits: Tensor, peaks: Tensor, temperature: Tensor | None = None) -> Tensor:
     """Return exp((logits [N, V] - peaks [N]) / temperature [N]): 1 for the most likely token."""
     gaps = logits - peaks[:, None]
-    return (gaps if temperature is None else gaps.div_(temperature[:, None])).exp_()
+    return exact_exp(gaps if temperature is None else gaps.div_(temperature[:, None]))
 
 
 def weigh(shares: Tensor, vocab: int) -> Tensor:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.sampling.exact_probs import relative, scale_bits, weigh
+from worker.sampling.exact_probs import exact_exp, relative, scale_bits, weigh
 from worker.sampling.sampler import heaviest, kth_largest
 
 REMOVED = float("-inf")
@@ -60,10 +60,10 @@ def keep_typical(logits: Tensor, typical_p: Tensor) -> Tensor:
     Surprise and entropy have the normaliser in common, which their difference does not need.
     """
     gaps = _gaps(logits)
-    shares = gaps.exp()
+    shares = exact_exp(gaps)
     weights = weigh(shares, shares.shape[1])
     mean_gap = _mean_gap(gaps, shares, weights)
-    nearness = (gaps - mean_gap.float()[:, None]).abs_().neg_().exp_()
+    nearness = exact_exp((gaps - mean_gap.float()[:, None]).abs_().neg_())
     nearness.masked_fill_(shares == 0, 0)
     bound = heaviest(nearness, weights, typical_p)
     return _kept(logits, nearness >= bound[:, None])
@@ -101,7 +101,7 @@ def dynamic_temperature(
     Between these, the entropy's part of its maximum, to the power `exponent`, decides. A row with
     one token left has temperature 1. All arguments but logits are [N]."""
     gaps = _gaps(logits)
-    shares = gaps.exp()
+    shares = exact_exp(gaps)
     weights = weigh(shares, shares.shape[1])
     mass = weights.sum(-1).double() * 2.0 ** -scale_bits(logits.shape[1])
     entropy = mass.log() - _mean_gap(gaps, shares, weights)

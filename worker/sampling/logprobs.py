@@ -23,12 +23,13 @@ from protocol.engine.sampling import MAX_LOGPROBS
 from worker.batch.batch import Sampled, StepBatch
 from worker.device.logprob_columns import LogprobColumns
 from worker.device.staging import upload, upload_one
-from worker.sampling.exact_probs import relative, rows_at_once, scale_bits, weigh
+from worker.sampling.exact_probs import rows_at_once, scale_bits, weigh
 from worker.sampling.sampler import drawn_from
 from worker.slots.features import LOGPROBS, PROMPT_LOGPROBS
 from worker.slots.fields import LOGPROBS_OF
 from worker.slots.table import SlotTable
 
+OF_MODEL = LOGPROBS_OF.index("model")
 CHUNK = 64
 """Rows of logits held at once: 64 x 150,000 x 4 bytes is 40 MB."""
 
@@ -58,7 +59,8 @@ def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None
     -inf. `num_top` is at most MAX_LOGPROBS. `asked_ids` is [N, A] int64."""
     peaks = logits.amax(-1)
     vocab = logits.shape[1]
-    mass = weigh(relative(logits, peaks), vocab).sum(-1)
+    # Torch's exponential is faster than `exact_exp`, and no token is chosen by a logprob.
+    mass = weigh((logits - peaks[:, None]).exp_(), vocab).sum(-1)
     normaliser = peaks.double() + (mass * 2.0 ** -scale_bits(vocab)).log_()
     chosen = logits.gather(1, tokens[:, None])
     ranks = (logits > chosen).sum(-1) + 1
@@ -71,6 +73,15 @@ def score(logits: Tensor, tokens: Tensor, num_top: int, asked_ids: Tensor | None
         (top - normaliser[:, None]).float(),
         (asked - normaliser[:, None]).float(),
     )
+
+
+def scores_drawn(slots: SlotTable, sampled: Sampled) -> bool:
+    """Return whether a row of the step requests logprobs of the distribution that it draws from."""
+    if not sampled.features & LOGPROBS:
+        return False
+    at = sampled.host_slots
+    is_scored = slots.host("num_logprobs")[at] >= 0
+    return bool((is_scored & (slots.host("logprobs_of")[at] != OF_MODEL)).any())
 
 
 def sampled_logprobs(

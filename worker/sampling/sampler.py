@@ -28,7 +28,7 @@ from torch import Tensor
 
 from worker.batch.batch import Sampled
 from worker.device.staging import upload_one
-from worker.sampling.exact_probs import relative, rows_at_once, weigh
+from worker.sampling.exact_probs import exact_exp, relative, rows_at_once, weigh
 from worker.sampling.randomness import uniform
 from worker.slots.features import DRAW
 from worker.slots.table import SlotTable
@@ -139,7 +139,7 @@ def drawn_from(logits: Tensor, slots: SlotTable, sampled: Sampled, rows: Tensor)
 
 def _filtered(logits: Tensor, draws: Draws) -> Tensor:
     gaps = (logits - logits.amax(-1)[:, None]).div_(draws.temperature[:, None])
-    shares = gaps.exp()
+    shares = exact_exp(gaps)
     bound = keep_from(shares, draws)
     return gaps if bound is None else gaps.masked_fill_(shares < bound[:, None], float("-inf"))
 

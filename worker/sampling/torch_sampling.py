@@ -1,5 +1,5 @@
-"""Samples the tokens of a step with torch. This is the implementation on a CPU, and the reference
-for others."""
+"""Samples the tokens of a step with torch. This is the reference of the other implementations, and
+is used if there are no kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TorchSampling:
         processed = process_logits(logits, slots, sampled, masks)
         choice = sample(processed, slots, sampled)
         if drafts is not None:
-            return _verified(logits, processed, choice, slots, sampled, drafts)
+            return verified(logits, processed, choice, slots, sampled, drafts)
         slots.append_tokens(sampled.slots, sampled.known, choice.tokens)
         logprobs = sampled_logprobs(logits, processed, choice.tokens, slots, sampled)
         return SampledTokens(choice.tokens, choice.finite, None, logprobs)
@@ -42,7 +42,7 @@ class TorchSampling:
         return score(logits, tokens, num_top)
 
 
-def _verified(
+def verified(
     logits: Tensor,
     processed: Tensor,
     choice: TokenChoice,

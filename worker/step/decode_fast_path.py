@@ -26,6 +26,7 @@ from worker.lora.table import StepAdapters
 from worker.models.base import RowModel, StepModel
 from worker.models.decoder import DecoderModel
 from worker.models.whole_step import PassMemory, WholePass
+from worker.sampling.native_sampling import CHOSEN, sampler_struct
 from worker.sampling.sampler import TokenChoice
 from worker.slots.table import SlotTable
 
@@ -42,9 +43,11 @@ class PlainDecode(Protocol):
     """An implementation of plain decode steps.
 
     takes_adapters   whether it can compute rows with adapters
+    chosen           the features (slots/features.py) with which it can choose tokens
     """
 
     takes_adapters: bool
+    chosen: int
 
     def is_for(self, plan: StepPlan, rows: BatchRows) -> bool:
         """Return whether the compiled path can compute this step."""
@@ -55,8 +58,8 @@ class PlainDecode(Protocol):
     ) -> tuple[Tensor, TokenChoice | None]:
         """Compute the positions `starts` [R] of `slots` [R], which must exist.
 
-        Return logits [R, V] float32, valid until the next call. With `choose`, also return the most
-        likely tokens, which the call has appended to the slots; otherwise None. Raises ValueError
+        Return logits [R, V] float32, valid until the next call. With `choose`, also return the
+        chosen tokens, which the call has appended to the slots; otherwise None. Raises ValueError
         for a position outside its slot or a token outside the vocabulary.
         """
         ...
@@ -95,6 +98,7 @@ class DecodeFastPath:
     """The compiled decode step of one model, its slots and its cache. Implements PlainDecode."""
 
     takes_adapters = True
+    chosen = CHOSEN
 
     def __init__(self, whole: WholePass, slots: SlotTable, cache: PagedCache) -> None:
         self._whole = whole
@@ -165,6 +169,7 @@ class DecodeFastPath:
             num_entries=self._cache.num_entries,
             vocab=whole.vocab,
             logits=address(logits),
+            sampler=sampler_struct(table),
         )
         return DecodeCall(step, memory, hidden, logits)
 

@@ -151,6 +151,7 @@ class GraphDecode:
     A step with adapters is not captured, because the host groups its tokens by adapter."""
 
     takes_adapters = False
+    chosen = 0
 
     def __init__(
         self,

@@ -207,10 +207,10 @@ class Runner:
         plan: StepPlan,
         receive_masks: Callable[[], object],
     ) -> SampledTokens:
-        """Compute and sample a plain decode step. If every row needs only its most likely token,
-        the call that computes the logits also chooses the tokens."""
+        """Compute and sample a plain decode step. The call that computes the logits also chooses
+        the tokens if it can do so for every row."""
         features = features_of_rows(self._slots, rows.slots)
-        choose = not features and plan.masked is None
+        choose = not features & ~decode.chosen and plan.masked is None
         logits, choice = decode(rows.slots, rows.starts, choose=choose, adapters=adapters)
         if choice is not None:
             return SampledTokens(choice.tokens, choice.finite, None, None)

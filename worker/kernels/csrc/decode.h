@@ -7,6 +7,7 @@
 #pragma once
 
 #include "forward.h"
+#include "sampling.h"
 
 namespace {
 
@@ -27,7 +28,8 @@ struct Decode {
     int64_t max_tokens, max_blocks, num_entries, vocab; // L, B, E
     float *logits;                        // [R, V]
     int64_t *tokens;                      // [R]; if null, no token is chosen and no slot is changed
-    uint8_t *finite;                      // [R]: whether the greatest logit is finite; if not, token is 0
+    uint8_t *finite;                      // [R]: see ChosenToken
+    Sampler sampler;
 };
 
 // A decode step's forward pass, with the arrays that it reads for its tokens and rows.
@@ -91,38 +93,13 @@ INLINE void compute_logits(Team &team, const Head &head, const float *x, int64_t
     });
 }
 
-// Returns the index of the first greatest number, or of the first NaN if there is one, as torch.max does.
-INLINE int64_t argmax(const float *row, int64_t count) {
-    Floats best = splat(-INFINITY), odd = {};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        const Floats v = load(row + i);
-        best = max_of(v, best);
-        odd += v - v; // NaN if any number is NaN or infinite
-    }
-    float most = max_in(best);
-    bool is_odd = !(sum(odd) == 0);
-    for (; i < count; i++) {
-        most = row[i] > most ? row[i] : most;
-        is_odd |= !(row[i] - row[i] == 0);
-    }
-    if (is_odd)
-        for (int64_t o = 0; o < count; o++)
-            if (row[o] != row[o]) return o;
-    int64_t o = 0;
-    while (o < count - 1 && row[o] != most) o++;
-    return o;
-}
-
 // Chooses a row's token, and appends it to its slot.
-INLINE void choose_token(const Decode &d, int64_t row) {
+INLINE void append_token(const Decode &d, int64_t row) {
     const int64_t vocab = d.head.weight.outputs, slot = d.slots[row], next = d.starts[row] + 1;
-    const float *logits = d.logits + row * vocab;
-    const int64_t best = argmax(logits, vocab);
-    const bool finite = logits[best] - logits[best] == 0;
-    d.finite[row] = finite;
-    d.tokens[row] = finite ? best : 0;
-    d.token_ids[slot * d.max_tokens + next] = (int32_t)d.tokens[row];
+    const ChosenToken chosen = choose_token(d.sampler, slot, next, d.logits + row * vocab, vocab, true);
+    d.finite[row] = chosen.finite;
+    d.tokens[row] = chosen.token;
+    d.token_ids[slot * d.max_tokens + next] = (int32_t)chosen.token;
     d.lens[slot] = (int32_t)(next + 1);
 }
 
@@ -134,7 +111,7 @@ template <class N> void decode_as(const Decode &d, const DecodeRows &decode_rows
     together(threads, pass.num_phases() + 4, [&](Team &team) {
         pass.run(team);
         compute_logits(team, d.head, decode_rows.pass.x, rows, pass.normed(), d.logits, pass.rounded);
-        if (d.tokens) team.share(SAMPLING, rows, [&](int64_t row) { choose_token(d, row); });
+        if (d.tokens) team.share(SAMPLING, rows, [&](int64_t row) { append_token(d, row); });
     });
 }
 

@@ -39,7 +39,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 25; }
+EXPORT int64_t kernels_version() { return 26; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -327,6 +327,20 @@ EXPORT int64_t decode(int64_t numbers, int64_t threads, const Decode *step) {
     if (decode_rows.bad_row >= 0) return decode_rows.bad_row;
     in_numbers(numbers, [&](auto zero) { decode_as<decltype(zero)>(*step, decode_rows, threads); });
     return -1;
+}
+
+// Chooses a token for each place: row p of logits [places, vocab] is of slot slots[p], and its token gets position
+// known[p]. changes: whether bias and penalties are applied. Writes tokens [places] and finite [places] (ChosenToken).
+// The logits are changed and restored.
+EXPORT void sample(int64_t threads, const Sampler *sampler, int64_t places, int64_t vocab, float *logits,
+                   const int64_t *slots, const int64_t *known, int64_t changes, int64_t *tokens, uint8_t *finite) {
+    together(threads, 1, [&](Team &team) {
+        team.share(SAMPLING, places, [&](int64_t p) {
+            const ChosenToken chosen = choose_token(*sampler, slots[p], known[p], logits + p * vocab, vocab, changes);
+            tokens[p] = chosen.token;
+            finite[p] = chosen.finite;
+        });
+    });
 }
 
 // Returns the bytes of a part of a packed matrix.
