@@ -19,6 +19,7 @@ import msgspec
 from msgspec import inspect
 
 from protocol.engine import messages
+from protocol.engine.attachments import ITEM_BYTES, AttachedTensor, Attachment, attachment_digest
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.messages import Message
 from protocol.sdk import offline_messages
@@ -37,7 +38,13 @@ DIRECTIONS = (
 )
 KINDS: list[type[Message]] = [kind for union in DIRECTIONS for kind in get_args(union)]
 
+TENSORS = [
+    AttachedTensor(name=dtype, dtype=dtype, shape=[1, 2], data=UInt8(bytes(2 * size)))
+    for dtype, size in ITEM_BYTES.items()
+]
 BY_HAND: dict[type, Any] = {
+    messages.AttachData: messages.AttachData(digest=attachment_digest(TENSORS), tensors=TENSORS),
+    Attachment: Attachment(digest="0f" * 32, kind="image", runs=[(0, 2)], grid=(1, 2, 1)),
     EncodeInputs: EncodeInputs(
         tokens=Int32.of([5, 6, 7]), lengths=Int32.of([1, 2]), splits=Int32.of([1, 1])
     ),
