@@ -93,7 +93,7 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"admission", "history"},
         {"schedule"},
         {"encode", "kv"},
-        {"adapters", "blocks", "policy"},
+        {"adapters", "blocks", "images", "policy"},
         {"speculation"},
         {"requests"},
         {"grammar"},
