@@ -108,6 +108,7 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"step", "draft", "encoders"},
         {"models"},
         {"lora"},
+        {"vision"},
         {"batch", "sampling"},
         {"attention", "kernels", "layers"},
         {"kv", "checkpoint"},

@@ -254,17 +254,17 @@ PARTS = {
     "BlockPool": "cache",
     "Checkpointing": "_blocks _kv_transfers _prefixes pool",
     "EncodeScheduler": "_fair_share waiting",
-    "Engine": "_parts accounts adapters admission clock deadlines encoding endings images inflight "
+    "Engine": "_parts accounts adapters admission clock deadlines encoding endings images "
+    "inflight kv_transfers open_requests scheduler speculation throughput totals",
+    "EngineParts": "accounts adapters admission clock deadlines encoding images inflight "
     "kv_transfers open_requests scheduler speculation throughput totals",
-    "EngineParts": "accounts adapters admission clock deadlines encoding images inflight kv_transfers "
-    "open_requests scheduler speculation throughput totals",
     "ImageRows": "content",
     "KVTransfers": "_peers fetches leases tiers",
     "PrefixCache": "checkpoints",
     "RequestEndings": "_parts",
     "DraftPlanning": "_speculation _tables",
-    "Scheduler": "_drafts _images _kv_transfers checkpointing fair_share pool prefixes slots tables "
-    "waiting",
+    "Scheduler": "_drafts _images _kv_transfers checkpointing fair_share pool prefixes slots "
+    "tables waiting",
     "Speculation": "overhead",
     "StageTimer": "_clock",
     "TierIndex": "_throughput",
