@@ -16,10 +16,18 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.engine.account_limits import Account as Account
 from protocol.engine.adapters import AdapterInfo
+from protocol.engine.attachments import (
+    MAX_ATTACHMENTS,
+    MAX_TENSORS,
+    AttachedTensor,
+    Attachment,
+    Digest,
+)
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.grammar import Grammar
-from protocol.engine.kv_window import KVGroups
+from protocol.engine.limits import Limits as Limits
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.model_card import ModelCard
 from protocol.engine.sampling import SamplingParams
@@ -31,7 +39,7 @@ from protocol.engine.usage import Usage as Usage
 from protocol.wire.arrays import Float32, Int32
 from protocol.wire.errors import ErrorInfo
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_TIMEOUT_S = 86400.0
@@ -58,25 +66,6 @@ class Hello(Message, frozen=True, kw_only=True):
     #: number: a repeated number shows that the client had not read the Welcome yet. None: the
     #: client does not count, and each Hello gets a Welcome.
     num_welcomes: int | None = None
-
-
-class Account(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The account that a request is charged to, and the limits of the account; 0: no limit. The
-    engine counts the requests of an account from all clients together.
-    """
-
-    name: str
-    requests_per_minute: int = 0
-    #: Most tokens of prompts and answers.
-    tokens_per_minute: int = 0
-    #: Most requests that have been accepted and have not ended.
-    concurrency: int = 0
-    #: Most tokens of prompt and answer together.
-    max_len: int = 0
-    #: The account's requests are sent to `parts` engines. This one enforces part number `part`,
-    #: from 0, of its limits, except of `max_len` (account_limits.py).
-    part: int = 0
-    parts: Annotated[int, Meta(ge=1)] = 1
 
 
 class Generate(Message, frozen=True, kw_only=True):
@@ -121,12 +110,30 @@ class Generate(Message, frozen=True, kw_only=True):
     #: `AdapterInfo.digest` of the adapter to use. If another adapter has the name when the request
     #: arrives, the engine refuses the request with StaleAdapter. "": any adapter with the name.
     adapter_digest: str = ""
+    #: The images in the prompt, in the order of their positions.
+    attachments: Annotated[list[Attachment], Meta(max_length=MAX_ATTACHMENTS)] = []
 
     def __post_init__(self) -> None:
         if len(self.prompt.shape) != 1 or not self.prompt.shape[0]:
             raise ValueError("prompt must be a list of at least one token id")
         if self.answer is not None and len(self.answer.shape) != 1:
             raise ValueError("answer must be a list of token ids")
+        end = 0
+        for attachment in self.attachments:
+            if attachment.first < end or attachment.end > self.prompt.shape[0]:
+                raise ValueError("attachments must be in the prompt, in order, and apart")
+            end = attachment.end
+
+
+class AttachData(Message, frozen=True, kw_only=True):
+    """Client -> engine. The content of an attachment, sent before the first `Generate` that names
+    its digest. The engine keeps it while a request needs it, and for a while afterwards. A
+    `Generate` with content that the engine does not have is refused with AttachmentMissing: the
+    client sends the content again and repeats the request.
+    """
+
+    digest: Digest
+    tensors: Annotated[list[AttachedTensor], Meta(min_length=1, max_length=MAX_TENSORS)]
 
 
 class Encode(Message, frozen=True, kw_only=True):
@@ -252,33 +259,6 @@ class Goodbye(Message, frozen=True, kw_only=True):
 
 
 # ---- engine -> client
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of this engine, found at start.
-
-    max_len      most tokens of prompt and answer together
-    kv_lease_s   seconds that this engine keeps K/V for another engine; 0: it keeps none
-    kv_window    K/V blocks further back than this many tokens are freed (kv_window.py). None: a
-                 request keeps all of its blocks
-    kv_groups    the K/V groups, if blocks of only some layers are freed; `kv_window` is then None
-    max_adapters most LoRA adapters that can be loaded at the same time; 0: the engine has none
-    state_bytes  bytes of a request's recurrent state; 0: the model has none. `num_checkpoints` can
-                 hold one each
-    """
-
-    max_len: int
-    max_slots: int
-    block_tokens: int
-    num_blocks: int
-    token_budget: int
-    prefix_cache: bool
-    kv_lease_s: float = 0.0
-    kv_window: int | None = None
-    kv_groups: KVGroups | None = None
-    max_adapters: int = 0
-    state_bytes: int = 0
-    num_checkpoints: int = 0
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -465,6 +445,7 @@ class EngineStopped(Message, frozen=True, kw_only=True, tag="gone"):
 
 ToEngine = (
     Hello
+    | AttachData
     | Generate
     | Encode
     | Abort

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.engine.attachments import ImageSupport
 from protocol.engine.encoding import EncodingCard
 from protocol.engine.sampling import SamplingParams
 from protocol.wire.field_errors import field_error
@@ -166,6 +167,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     generates: bool = True
     #: What the model encodes; None: nothing.
     encoding: EncodingCard | None = None
+    #: The images that the model reads; None: it reads none.
+    images: ImageSupport | None = None
 
 
 class CardFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TypedDict, TypeVar, Unpack
 
 from protocol.engine.adapters import AdapterInfo
+from protocol.engine.attachments import AttachedTensor, Attachment
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.grammar import Grammar
 from protocol.engine.messages import (
@@ -31,6 +32,7 @@ from protocol.engine.messages import (
     Account,
     AdapterChanged,
     Adapters,
+    AttachData,
     Encode,
     EngineStatus,
     EngineStopped,
@@ -63,11 +65,19 @@ from protocol.engine.sampling import SamplingParams
 from protocol.engine.stats import EngineStats
 from protocol.engine.timeline import AbortReason
 from protocol.wire.arrays import Int32
-from protocol.wire.errors import EngineLost, EngineNotReady, ErrorInfo, ServingError, WireError
+from protocol.wire.errors import (
+    AttachmentMissing,
+    EngineLost,
+    EngineNotReady,
+    ErrorInfo,
+    ServingError,
+    WireError,
+)
 
 PING_EVERY_S = 0.5
 LEASE_S = 4.0
 MAX_LOADING_RETRY_S = 10.0
+MAX_REMEMBERED_DIGESTS = 4096
 MAX_TICK_GAP_S = 1.0
 """If more time passes between two calls of `tick`, this process was suspended or too busy."""
 
@@ -125,6 +135,7 @@ class GenerateOptions(TypedDict, total=False):
     answer: Int32 | None
     adapter: str
     adapter_digest: str
+    attachments: list[Attachment]
 
 
 class EncodeOptions(TypedDict, total=False):
@@ -166,6 +177,7 @@ class Session:
         self._num_welcomes = 0
         self._read_bytes = 0
         self._stats_epoch: str | None = None
+        self._attached: set[str] = set()  # digests of the content sent to this engine
 
     @property
     def has_stats(self) -> bool:
@@ -190,6 +202,18 @@ class Session:
         return self._opened(
             Generate(request=self._next_request, prompt=prompt, params=params, **options)
         )
+
+    def attach(self, digest: str, tensors: list[AttachedTensor]) -> AttachData | None:
+        """Return the message with the content of an attachment, to be sent before the requests that
+        name its digest; None if the engine should have it. If the engine then refuses a request
+        with AttachmentMissing, call this again for all attachments of the request, and repeat the
+        request once."""
+        if digest in self._attached:
+            return None
+        if len(self._attached) >= MAX_REMEMBERED_DIGESTS:
+            self._attached.clear()
+        self._attached.add(digest)
+        return AttachData(digest=digest, tensors=tensors)
 
     def encode(self, inputs: EncodeInputs, **options: Unpack[EncodeOptions]) -> Encode:
         """Open a request that encodes `inputs`. Return the message to send. Raises as `generate`
@@ -399,6 +423,8 @@ class Session:
     ) -> list[RequestReport]:
         if not self._is_answer(report.request, report):
             return []
+        if isinstance(report, Refused) and report.error.code == AttachmentMissing.code:
+            self._attached.clear()
         del self.open[report.request]
         return [(report.request, report)]
 
@@ -439,6 +465,7 @@ class Session:
         self.not_ready_error = EngineLost(reason)
         self.epoch = None
         self._read_bytes = 0
+        self._attached.clear()
         lost, self.open = sorted(self.open), {}
         error = ErrorInfo(code=EngineLost.code, message=reason)
         return [(request, Output(request=request, finish="error", error=error)) for request in lost]

@@ -16,6 +16,7 @@ ServingError
 │   ├── NoEngine            "no_engine"                 this server has no engine
 │   ├── StepFailed          "step_failed"               the computation of this request failed
 │   ├── StaleAdapter        "stale_adapter"             its adapter was replaced under its name
+│   ├── AttachmentMissing   "attachment_missing"        the engine lacks an image: send it again
 │   ├── DownloadFailed      "download_failed"           a model could not be downloaded
 │   ├── DiskFull            "disk_full"                 a model needs more space than is free
 │   └── Draining            "draining"                  new requests are refused
@@ -202,6 +203,10 @@ class StepFailed(EngineError):
 
 class StaleAdapter(EngineError):
     code = "stale_adapter"
+
+
+class AttachmentMissing(EngineError):
+    code = "attachment_missing"
 
 
 class DownloadFailed(EngineError):

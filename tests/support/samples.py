@@ -19,6 +19,7 @@ import msgspec
 from msgspec import inspect
 
 from protocol.engine import messages
+from protocol.engine.attachments import ITEM_BYTES, AttachedTensor, Attachment, attachment_digest
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.messages import Message
 from protocol.sdk import offline_messages
@@ -37,7 +38,14 @@ DIRECTIONS = (
 )
 KINDS: list[type[Message]] = [kind for union in DIRECTIONS for kind in get_args(union)]
 
+TENSORS = [
+    AttachedTensor(name=dtype, dtype=dtype, shape=[1, 2], data=UInt8(bytes(2 * size)))
+    for dtype, size in ITEM_BYTES.items()
+]
 BY_HAND: dict[type, Any] = {
+    AttachedTensor: TENSORS[0],
+    messages.AttachData: messages.AttachData(digest=attachment_digest(TENSORS), tensors=TENSORS),
+    Attachment: Attachment(digest="0f" * 32, kind="image", runs=[(0, 2)], grid=(1, 2, 1)),
     EncodeInputs: EncodeInputs(
         tokens=Int32.of([5, 6, 7]), lengths=Int32.of([1, 2]), splits=Int32.of([1, 1])
     ),
@@ -111,6 +119,8 @@ def _scalar(kind: inspect.Type, path: str) -> Any:
         case inspect.FloatType(ge=least, gt=above, le=most):
             start, end = least or above or 0.0, 64.0 if most is None else most
             return start + (end - start) * (number % 31 + 1) / 64
+        case inspect.StrType(pattern=str()):  # the only pattern is that of a digest
+            return f"{number:08x}" * 8
         case inspect.StrType():
             return f"{path.rpartition('.')[2]} {number % 90}"
         case inspect.BytesType():
