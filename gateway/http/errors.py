@@ -25,6 +25,7 @@ from gateway.auth.gate import (
 )
 from gateway.auth.request_head import MAX_SHOWN_CHARS, printable
 from protocol.wire.errors import (
+    AttachmentMissing,
     ContextExcess,
     ContextTooLong,
     DiskFull,
@@ -80,6 +81,7 @@ _STATUS: dict[type[ServingError], int] = {
     NoEngine: 501,
     EngineLost: 503,
     StaleAdapter: 503,
+    AttachmentMissing: 503,
     DownloadFailed: 502,
     DiskFull: 507,
     Draining: 503,

@@ -514,6 +514,7 @@ def test_a_plan_in_flight_keeps_its_masks_after_an_abort() -> None:
     plan = bench.engine.plan()
     assert isinstance(plan, StepPlan)
     bench.adapters.check(plan)
+    bench.worker.echo_images.apply((), plan)
     bench.in_flight.append(plan)
     bench.abort(first)
     bench.masks = bench.engine.masks()
