@@ -14,7 +14,7 @@ from worker.kernels.packed import PackedLinear, PackedPart, pack
 
 DTYPES = [torch.float32, torch.bfloat16]
 GROUP = 32
-REFINED_OF = 24
+REFINED_OF = 12
 """One group of this many is refined."""
 MOST_ROWS = 140
 """More than one block of rows."""

@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int64_t REFINED_OF = 24;
+constexpr int64_t REFINED_OF = 12;
 
 // Rounded groups, one after the other.
 struct RoundedGroups {
