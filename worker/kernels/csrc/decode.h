@@ -69,7 +69,10 @@ struct DecodeRows {
 
 // Makes each number x of a row cap * tanh(x / cap).
 INLINE void cap_row(float *row, int64_t count, float cap) {
-    for (int64_t i = 0; i < count; i++) row[i] = cap * std::tanh(row[i] / cap);
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats x = load_first(row + i, count - i);
+        store_first(row + i, cap * hyperbolic_tangent(x / cap), count - i);
+    }
 }
 
 // Computes the logits y [rows, outputs] of x [rows, hidden]. All threads of the team call this. rounded: has room
@@ -101,7 +104,8 @@ INLINE int64_t argmax(const float *row, int64_t count) {
         odd += v - v; // NaN if any number is NaN or infinite
     }
     float most = max_in(best);
-    bool is_odd = !(sum(odd) == 0);
+    bool is_odd = false;
+    for (int lane = 0; lane < LANES; lane++) is_odd |= !(odd[lane] == 0);
     for (; i < count; i++) {
         most = row[i] > most ? row[i] : most;
         is_odd |= !(row[i] - row[i] == 0);
