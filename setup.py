@@ -15,10 +15,10 @@ Sphinx for the build only; without it (`--no-build-isolation`), the installation
 
 import copy
 import fcntl
+import hashlib
 import os
 import platform
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,12 +110,15 @@ CSRC = Path("worker/kernels/csrc")
 SETS_FILE = Path("worker/kernels/instruction_sets.py")
 SETS = runpy.run_path(str(SETS_FILE))["INSTRUCTION_SETS"]
 CPU_FLAGS = runpy.run_path("worker/device/cpuinfo.py")["cpu_flags"]()
+SOURCE = b"".join(path.read_bytes() for path in sorted(CSRC.iterdir()))
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden"]
 OPTIONS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # in the compiler's own headers
-# GCC 14 and later split some sums of products into multiplications and additions, each rounded.
-# Which ones depends on the loop around them, and the same sum must have the same bits in all loops.
-KEEP_FMA = "--param=avoid-fma-max-bits=0"
+# csrc/simd.h says which multiplications and additions are fused. If the compiler chose them,
+# results would depend on it.
+OPTIONS += ["-ffp-contract=off"]
+# Libraries of equal source and options give the same bits (worker/kernels/fingerprint.py).
+DIGEST = hashlib.sha256(SOURCE + " ".join(OPTIONS).encode()).hexdigest()[:15]
 
 
 class KernelBuild(build_ext):
@@ -155,8 +158,6 @@ class KernelBuild(build_ext):
             build = copy.copy(self)
             # All are compiled from kernels.cpp, so each needs a folder for its object file.
             build.build_temp = os.path.join(self.build_temp, ext.name)
-            if is_gcc(self.compiler.compiler_so[0]):
-                ext.extra_compile_args.append(KEEP_FMA)
             super(KernelBuild, build).build_extension(ext)
         elif os.path.abspath(made) != os.path.abspath(target):
             self.mkpath(os.path.dirname(target))
@@ -195,14 +196,6 @@ class GuideBuild(Command):
         return {}
 
 
-def is_gcc(compiler: str) -> bool:
-    """Return whether the compiler is installed and is GCC."""
-    if shutil.which(compiler) is None:
-        return False
-    found = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return "Free Software Foundation" in found.stdout
-
-
 def is_newer(file: str, sources: list[str]) -> bool:
     return os.path.exists(file) and os.path.getmtime(file) > max(map(os.path.getmtime, sources))
 
@@ -216,7 +209,7 @@ setup(
             f"worker.kernels._{each.name}",
             [str(CSRC / "kernels.cpp")],
             depends=["setup.py", str(SETS_FILE), *sorted(map(str, CSRC.glob("*.h")))],
-            extra_compile_args=[*OPTIONS, *each.options],
+            extra_compile_args=[*OPTIONS, f"-DSOURCE_DIGEST=0x{DIGEST}", *each.options],
             language="c++",
             optional=True,
         )

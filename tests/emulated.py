@@ -22,7 +22,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "worker" / "kernels" / "csrc"
 HEADER = ROOT / "tests" / "support" / "avx512_emulation.h"
-OPTIONS = ("-std=c++17", "-O2", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-shared")
+OPTIONS = (
+    *("-std=c++17", "-O2", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden"),
+    *("-fPIC", "-shared"),
+)
 WARNINGS = ("-Wno-psabi",)  # vectors of 64 bytes are passed in memory
 MACROS = ("F", "BW", "DQ", "VL")
 TESTS = (

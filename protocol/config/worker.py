@@ -19,7 +19,7 @@ Device = Literal["auto", "cpu", "cuda", Gpu]
 AttentionBackend = Literal["auto", "flash", "triton", "torch"]
 WeightForm = Literal["auto", "packed", "dense", "both"]
 Activations = Literal["auto", "int8", "bfloat16"]
-KVDtype = Literal["auto", "int8"]
+KVDtype = Literal["auto", "bfloat16", "int8"]
 PoolingOption = Literal["auto", "cls", "mean", "last", "rank"]
 
 MAX_SLOTS = DeviceDefault(cpu=64, gpu=256)
@@ -153,7 +153,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "number type of the KV cache; int8: round keys and values to eight bits, so the cache "
             "holds about twice as many tokens, at a small loss of quality "
-            "(docs/operate/performance.md); auto: --dtype"
+            "(docs/operate/performance.md); bfloat16: half of the memory of float32; auto: --dtype"
         ),
     ] = "auto"
     pooling: Annotated[

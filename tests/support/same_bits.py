@@ -49,6 +49,8 @@ LENGTHS = (MAX_PROMPT, 70, 24, 9, 64, 1, 131, 15, 100, 33, 48, 5, 257, 12, 20, 2
 DENSE = "dense"
 INT8 = "int8"
 """Option of a kind of weights: the inputs of the weights are rounded to eight bits."""
+KV16 = "kv16"
+"""Option: keys and values are rounded to bfloat16."""
 KV8 = "kv8"
 """Option: keys and values are rounded to eight bits."""
 SHAPE = {
@@ -138,7 +140,7 @@ def small_model(
         kernels=native_kernels(instructions),
         weights="packed",
         activations="int8" if INT8 in options else "bfloat16",
-        kv_dtype="int8" if KV8 in options else "auto",
+        kv_dtype="int8" if KV8 in options else "bfloat16" if KV16 in options else "auto",
     )
 
 

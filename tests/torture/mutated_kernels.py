@@ -32,6 +32,9 @@ from worker.kernels import library
 
 TEST = "tests/differential/test_same_bits.py"
 FILTER = "weights_of_every_kind and {dtype}"
+GOLDEN_TEST = "tests/unit/test_kernel_bits.py"
+GOLDEN_FILTER = "golden_ones"
+"""The test of the golden numbers, for mutations that only they show."""
 PASSED, FAILED = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED
 COLUMNS = {"mutation": 44, "test": 0}
 
@@ -43,6 +46,8 @@ class Mutation:
     changes   pairs of a text, which occurs once, and its replacement
     dtype     dtype of the models that the test computes
     needs     features of the processor without which the changed code is not compiled
+    is_golden whether the test is that of the golden numbers: every way to compute a position has
+              the changed order
     """
 
     name: str
@@ -50,6 +55,14 @@ class Mutation:
     changes: tuple[tuple[str, str], ...]
     dtype: str = "float32"
     needs: frozenset[str] = frozenset()
+    is_golden: bool = False
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """Return pytest's arguments for the test that must fail."""
+        if self.is_golden:
+            return GOLDEN_TEST, "-k", GOLDEN_FILTER
+        return TEST, "-k", FILTER.format(dtype=self.dtype)
 
     def apply(self, folder: Path) -> None:
         """Change the copy of csrc in `folder`. Raises ValueError unless each text occurs once."""
@@ -71,7 +84,7 @@ MUTATIONS = (
         (
             ("if constexpr (LEVEL < NUM_SUM_BITS) {", "if constexpr (LEVEL < 0) {"),
             (
-                "int64_t w = LANE; w < dim / By::COLUMNS; w += LANES",
+                "int64_t w = LANE; w < dim / By::COLUMNS; w += SUMS",
                 "int64_t w = 0; w < dim / By::COLUMNS; w++",
             ),
         ),
@@ -151,6 +164,29 @@ MUTATIONS = (
             ),
         ),
     ),
+    Mutation("unchanged: the golden numbers", "sums.h", (), is_golden=True),
+    Mutation(
+        "sums: neighbours first",
+        "sums.h",
+        (
+            (
+                "return (x[0] + x[2]) + (x[1] + x[3]);",
+                "return (x[0] + x[1]) + (x[2] + x[3]);",
+            ),
+        ),
+        is_golden=True,
+    ),
+    Mutation(
+        "linears in integers: products are rounded before they are added",
+        "integer_tiles.h",
+        (
+            (
+                "sums[m][j] = fused(scale, __builtin_convertvector(whole, Floats), sums[m][j]);",
+                "sums[m][j] += scale * __builtin_convertvector(whole, Floats);",
+            ),
+        ),
+        is_golden=True,
+    ),
 )
 
 
@@ -202,7 +238,7 @@ def outcomes(mutations: list[Mutation]) -> Iterator[MutationRow]:
                 yield MutationRow(mutation, pytest.ExitCode.INTERNAL_ERROR, str(error))
                 continue
             command = [sys.executable, "-m", "tests.torture.mutated_kernels", "--test", folder]
-            command += ["--dtype", mutation.dtype]
+            command += ["--mutation", mutation.name]
             ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             yield MutationRow(mutation, ran.returncode, ran.stdout.strip()[-400:])
 
@@ -215,12 +251,12 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--only", default="", help="mutations whose name contains this text")
     parser.add_argument("--test", help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", help=argparse.SUPPRESS)
+    parser.add_argument("--mutation", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.test:
-        chosen_tests = (TEST, "-k", FILTER.format(dtype=options.dtype))
+        (mutation,) = (each for each in MUTATIONS if each.name == options.mutation)
         return pytest.main(
-            ["-q", "-p", "no:cacheprovider", *chosen_tests], [KernelFolder(Path(options.test))]
+            ["-q", "-p", "no:cacheprovider", *mutation.tests], [KernelFolder(Path(options.test))]
         )
     flags = cpu_flags()
     chosen = [each for each in MUTATIONS if options.only in each.name and each.needs <= flags]

@@ -106,11 +106,13 @@ SPECS = {
 }
 
 
-def results(model: DecoderModel, dtype: torch.dtype) -> list[Tensor]:
+def results(
+    model: DecoderModel, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Return the logits of two steps, which mix rows of one token and chunks, and the K/V cache."""
     spec, blocks = model.spec, scattered(16, 4, 4, 4)
     shape = (spec.num_layers, 16, BLOCK_TOKENS, spec.layer_heads[0].count, spec.layer_heads[0].dim)
-    cache = KVCache(*shape, dtype, torch.device("cpu"))
+    cache = KVCache(*shape, kv_dtype or dtype, torch.device("cpu"))
     attend = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
     steps = [
         [PagedRow(0, 1, blocks[2]), PagedRow(0, 9, blocks[0]), PagedRow(0, 5, blocks[1])],

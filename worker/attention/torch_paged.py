@@ -36,7 +36,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention, softmax
 from protocol.engine.kv_window import num_passed_blocks
 from worker.attention.base import AttentionBatch
 from worker.device.staging import upload_one
-from worker.kv.rounding import ROUNDED, numbers_of
+from worker.kv.rounding import numbers_of
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """`_attend` with its scale and soft cap bound: (q, k, v, mask, sinks) -> attention."""
@@ -269,8 +269,7 @@ def _gathered(
     both, are read once."""
     found = [k_cache] if v_cache is k_cache else [k_cache, v_cache]
     sides = [side.index_select(0, blocks) for side in found]
-    if k_cache.dtype == ROUNDED:
-        sides = [numbers_of(side, dtype) for side in sides]
+    sides = [numbers_of(side, dtype) for side in sides]
     return sides[0], sides[-1]
 
 

@@ -28,8 +28,12 @@ from worker.spec.model_spec import MlpSpec
 
 IS_FLOAT, IS_BFLOAT16 = 0, 1
 DTYPE_CODES = {torch.float32: IS_FLOAT, torch.bfloat16: IS_BFLOAT16}
+AS_NUMBERS, AS_ROUNDED, AS_BFLOAT16 = 0, 1, 2
+"""How a cache stores keys and values: StoredAs in csrc/stored_kv.h."""
 
 SIGNATURES = {
+    "source_digest": "",
+    "bits_of_set": "ii",
     "time_parts": "p",
     "add_norm": "iiiippppd",
     "activate": "iiiippp",
@@ -60,7 +64,7 @@ SIGNATURES = {
 }
 """Types of the arguments in kernels.cpp: i int64, p address, d double."""
 RETURNS_INT = {
-    *("packed_bytes", "decode"),
+    *("source_digest", "bits_of_set", "packed_bytes", "decode"),
     *("gated_delta", "mamba1_conv", "mamba1_scan", "mamba2"),
     *("rg_lru_conv", "rg_lru_scan", "short_conv"),
 }
@@ -154,7 +158,7 @@ class NativeKernels(NativeRecurrence):
         assert slot_mapping.shape == (len(qkv),) == cos_sin[0].shape[:1]
         self.library.place_kv(
             dtype_code(qkv, *cos_sin),
-            rounds_kv(k, v, qkv.dtype, head_dim),
+            stored_as(k, v, qkv.dtype, head_dim),
             torch.get_num_threads(),
             len(qkv),
             byref(structs.CHeads(heads, kv_heads, head_dim)),
@@ -231,7 +235,7 @@ class NativeKernels(NativeRecurrence):
         scores = weights.new_empty(count, width)
         self.library.index_scores(
             dtype_code(queries),
-            rounds_kv(index_keys, index_keys, queries.dtype, dim),
+            stored_as(index_keys, index_keys, queries.dtype, dim),
             torch.get_num_threads(),
             byref(indexed_tokens_struct(queries, index_keys, block_table, rows, visible)),
             *map(address, (queries, weights)),
@@ -254,7 +258,7 @@ class NativeKernels(NativeRecurrence):
         out = q.new_empty(tokens, heads, head_dim)
         self.library.paged_attention(
             dtype_code(q),
-            rounds_kv(k, v, q.dtype, head_dim),
+            stored_as(k, v, q.dtype, head_dim),
             torch.get_num_threads(),
             byref(structs.CHeads(heads, k.shape[2], head_dim)),
             byref(rows),
@@ -268,11 +272,12 @@ class NativeKernels(NativeRecurrence):
         return out
 
 
-def rounds_kv(k: Tensor, v: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether caches [..., stored_width] store rounded keys and values (kv/rounding.py).
+def stored_as(k: Tensor, v: Tensor, dtype: torch.dtype, head_dim: int) -> int:
+    """Return how caches [..., stored_width] store keys and values of a model in `dtype`, a number
+    of StoredAs in csrc/stored_kv.h.
 
-    Raises ValueError if they store neither rounded numbers nor numbers in `dtype`, or if their
-    width does not match `head_dim`.
+    Raises ValueError if they store neither rounded numbers nor numbers in `dtype` or bfloat16, or
+    if their width does not match `head_dim`.
     """
     for cache in (k, v):
         if cache.shape[-1] != stored_width(head_dim, cache.dtype) or cache.dtype != k.dtype:
@@ -280,9 +285,11 @@ def rounds_kv(k: Tensor, v: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
             raise ValueError(
                 f"a K/V cache {shape} of {cache.dtype} does not store heads of {head_dim} numbers"
             )
-    if k.dtype not in (dtype, ROUNDED):
+    if k.dtype == dtype:
+        return AS_NUMBERS
+    if k.dtype not in (ROUNDED, torch.bfloat16):
         raise ValueError(f"kernels in {dtype} cannot read a cache in {k.dtype}")
-    return k.dtype == ROUNDED
+    return AS_ROUNDED if k.dtype == ROUNDED else AS_BFLOAT16
 
 
 def dtype_code(*tensors: Tensor) -> int:

@@ -381,7 +381,7 @@ class CForward(Structure):
         ("eps", c_double),
         ("embedding_scale", c_double),
         ("residual_scale", c_double),
-        ("rounds_kv", c_int64),
+        ("stored_as", c_int64),
         ("growth", CGrowth),
         ("adapters", CStepAdapters),
         ("images", CImageRows),

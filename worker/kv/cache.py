@@ -77,7 +77,8 @@ class PagedCache(ABC):
         assert (v is None) == self.heads(layer).is_latent
         for stored, new in zip(self.layer(layer), (k, v), strict=True):
             if new is not None:
-                self._write(stored, round_heads(new) if self.is_rounded else new, slot_mapping)
+                new = round_heads(new) if self.is_rounded else new.to(stored.dtype)
+                self._write(stored, new, slot_mapping)
 
     def _write(self, stored: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
         """Store the heads `new` of a step in one tensor of the cache."""

@@ -21,7 +21,7 @@ MOST = 127
 
 def choose_kv_dtype(wanted: KVDtype, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the K/V cache of a model in `dtype`."""
-    return ROUNDED if wanted == "int8" else dtype
+    return {"auto": dtype, "bfloat16": torch.bfloat16, "int8": ROUNDED}[wanted]
 
 
 def stored_width(head_dim: int, dtype: torch.dtype) -> int:
@@ -50,9 +50,8 @@ def round_heads(numbers: Tensor) -> Tensor:
 
 
 def numbers_of(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [..., D] of heads [..., stored_width] from a cache: in `dtype` if they are
-    rounded, otherwise unchanged."""
+    """Return the numbers [..., D] in `dtype` of heads [..., stored_width] from a cache."""
     if stored.dtype != ROUNDED:
-        return stored
+        return stored.to(dtype)
     scales = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return stored[..., :-SCALE_BYTES].float().mul_(scales).to(dtype)

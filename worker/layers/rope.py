@@ -28,8 +28,9 @@ CosSin = tuple[Tensor, Tensor]
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Return the radians per position of each pair, [rope.width / 2] float32."""
-    exponents = torch.arange(0, rope.width, 2, dtype=torch.int64).float() / rope.width
-    inv_freq = 1.0 / rope.theta**exponents
+    exponents = torch.arange(0, rope.width, 2, dtype=torch.float64) / rope.width
+    # Powers in double, because those in float differ between processors in their last bits.
+    inv_freq = (1.0 / rope.theta**exponents).float()
     match rope.scaling:
         case NoScaling():
             return inv_freq

@@ -18,12 +18,11 @@ from worker.checkpoint.gguf_weights import GGUFWeights
 from worker.checkpoint.huggingface import SafetensorsWeights
 from worker.checkpoint.pinned_ring import Copy, copy_tensor, copying_to
 from worker.checkpoint.random_weights import RandomWeights
-from worker.device.cpuinfo import cpu_flags
 from worker.encoders.pooling import InputHead
 from worker.errors import UnusableModel
 from worker.kernels.base import Kernels
-from worker.kernels.fingerprint import fingerprint
-from worker.kernels.native import NativeKernels
+from worker.kernels.fingerprint import fingerprint, source_of
+from worker.kernels.native import DTYPE_CODES, NativeKernels
 from worker.kernels.reference import TorchKernels
 from worker.kv.rounding import ROUNDED, choose_kv_dtype
 from worker.layers.group import Group
@@ -119,7 +118,7 @@ def load_model(
     costs = settle(spec, loaded, dtype, kernels, measurements) if group is None else []
     model = DecoderModel(spec, loaded, kernels)
     cache_dtype = choose_kv_dtype(kv_dtype, dtype)
-    rounded = [*(["inputs"] if rounds_inputs(loaded) else []), *_rounded_kv(cache_dtype)]
+    rounded = [*(["inputs"] if rounds_inputs(loaded) else []), *_rounded_kv(cache_dtype, dtype)]
     memory = {tensor.data_ptr(): tensor.nbytes for tensor in model.tensors()}
     card = _card(
         header,
@@ -161,11 +160,14 @@ def _load_transformers(
     )
     log.info("%s is computed by transformers, with our attention", spec.architecture)
     cache_dtype = choose_kv_dtype(kv_dtype, dtype)
-    return LoadedModel(model, card, spec, cache_dtype, _rounded_kv(cache_dtype))
+    return LoadedModel(model, card, spec, cache_dtype, _rounded_kv(cache_dtype, dtype))
 
 
-def _rounded_kv(dtype: torch.dtype) -> list[str]:
-    return ["kv"] if dtype == ROUNDED else []
+def _rounded_kv(kv_dtype: torch.dtype, dtype: torch.dtype) -> list[str]:
+    """Return the name of keys and values as rounded data, if the cache rounds them."""
+    if kv_dtype == dtype:
+        return []
+    return ["kv" if kv_dtype == ROUNDED else "kv in bfloat16"]
 
 
 def open_weights(header: ModelHeader, copy: Copy = copy_tensor) -> WeightSource:
@@ -241,10 +243,12 @@ def _numerics(model: DecoderModel, dtype: torch.dtype, rounded: Collection[str])
             "weights are not packed, or have sizes that the compiled kernels do not support"
         )
         return ""
+    library = kernels.library
+    of_torch = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
     return fingerprint(
-        kernels.file,
+        source_of(library.source_digest(), kernels.file),
+        library.bits_of_set(DTYPE_CODES[dtype], "inputs" in rounded),
         str(dtype),
         rounded=rounded,
-        cpu_flags=cpu_flags(),
-        torch="" if model.whole is not None else torch.__version__,
+        torch="" if model.whole is not None else of_torch,
     )

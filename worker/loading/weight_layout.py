@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 SLOW_WITH_INTEGERS = "generic"
 """The instruction set whose products of integers take longer than those of floats."""
+QUANTISED = frozenset(sizes.BLOCK_FORMATS.values())
 LEAST_WEIGHTS = 1 << 20
 """Layers with fewer weights are not measured: they gain nothing from dense copies, and their
 times are too short to be reliable."""
@@ -119,7 +120,8 @@ class PackedLayout:
         values = matrix.values()
         if not sizes.can_pack(values.shape[1]):
             return Dense(values, matrix.bias)
-        return PackedLinear(self._kernels, packed.pack(self._kernels, values), matrix.bias)
+        numbers = packed.pack(self._kernels, values, rounds_inputs=self._rounds_inputs)
+        return PackedLinear(self._kernels, numbers, matrix.bias)
 
     def heads(self, matrices: Sequence[Matrix]) -> HeadLinears:
         made = [pack(self._kernels, each, rounds_inputs=self._rounds_inputs) for each in matrices]
@@ -150,7 +152,8 @@ def pack(
     """Read and pack a matrix. Return None if its number of columns does not allow it.
 
     Quantised blocks of the file are packed as they are. A part that has none, or whose scales are
-    not valid (`QuantBlocks.is_sound`), is packed as numbers.
+    not valid (`QuantBlocks.is_sound`), is packed as numbers. These get their inputs unrounded, but
+    with `rounds_inputs` their sums have the same bits on every instruction set (csrc/multiply.h).
     """
     blocks = _sound_blocks(matrix)
     if None not in blocks:
@@ -159,7 +162,7 @@ def pack(
     if not sizes.can_pack(values.shape[1]):
         return None
     if not any(blocks):
-        return packed.pack(kernels, values)
+        return packed.pack(kernels, values, rounds_inputs=rounds_inputs)
     numbers = torch.split(values, list(matrix.rows))
     parts = [part or rows for part, rows in zip(blocks, numbers, strict=True)]
     return packed.pack(kernels, *parts, rounds_inputs=rounds_inputs)
@@ -359,7 +362,11 @@ def rounds_inputs(weights: DecoderWeights) -> bool:
 
 def _rounds_inputs(linear: Linear) -> bool:
     packed = linear.packed if isinstance(linear, HybridLinear) else linear
-    return isinstance(packed, PackedLinear) and bool(packed.matrix.struct.rounds_inputs)
+    if not isinstance(packed, PackedLinear):
+        return False
+    matrix = packed.matrix.struct
+    is_quantised = any(part.format in QUANTISED for part in matrix.parts[: matrix.num_parts])
+    return bool(matrix.rounds_inputs) and is_quantised
 
 
 def _form(linear: Linear) -> str:

@@ -26,10 +26,11 @@ from worker.kernels.addresses import address
 from worker.kernels.attention_structs import scoring_struct
 from worker.kernels.base import Kernels
 from worker.kernels.native import (
+    AS_NUMBERS,
     DTYPE_CODES,
     NativeKernels,
     activation_struct,
-    rounds_kv,
+    stored_as,
 )
 from worker.kernels.packed import PackedEmbedding, PackedLinear, PackedMatrix, pack
 from worker.kv.cache import KVCache, PagedCache
@@ -118,7 +119,7 @@ class WholePass:
         self._from_rows = min(map(_from_rows, weights.layers))
         self._memory = PassMemory()
         self._cache: tuple[int, torch.dtype] | None = None
-        self._rounds_kv = False
+        self._stored_as = AS_NUMBERS
         self.vocab = weights.embedding.size
         #: Number of positions that can be computed.
         self.max_positions = spec.learned_positions or sys.maxsize
@@ -246,7 +247,7 @@ class WholePass:
             eps=spec.norm.eps,
             embedding_scale=self._embedding_scale,
             residual_scale=spec.residual_scale,
-            rounds_kv=self._rounds_kv,
+            stored_as=self._stored_as,
             growth=self._growth,
             **scratch,
         )
@@ -259,7 +260,7 @@ class WholePass:
         if self._cache == found:
             return
         dtype = self._weights.embedding.dtype
-        self._rounds_kv = rounds_kv(cache.k, cache.v, dtype, self._attention.head_dim)
+        self._stored_as = stored_as(cache.k, cache.v, dtype, self._attention.head_dim)
         for index, layer in enumerate(self._layers):
             layer.k_cache, layer.v_cache = map(address, cache.layer(index))
             layer.entry = cache.entries[index]
@@ -356,7 +357,9 @@ def _router(mlp: Mlp | ExpertMlp | None, kernels: NativeKernels) -> PackedLinear
     if isinstance(router, PackedLinear):
         return router
     assert isinstance(router, Dense)
-    return PackedLinear(kernels, pack(kernels, router.weight), router.bias)
+    # Routers are never quantised. With `rounds_inputs`, every instruction set fuses their products,
+    # as it does for the other numbers of a model whose inputs are rounded (csrc/multiply.h).
+    return PackedLinear(kernels, pack(kernels, router.weight, rounds_inputs=True), router.bias)
 
 
 def _norm(norm: Norm | None, dtype: torch.dtype) -> structs.CNorm:

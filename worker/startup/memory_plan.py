@@ -194,6 +194,7 @@ def _demand(
     specs = [each.spec for each in models]
     groups = kv_groups(options, specs)
     rounds_kv = options.kv_dtype == "int8"
+    dtype = "bfloat16" if options.kv_dtype == "bfloat16" else dtype
     return KVDemand(
         context_tokens=specs[0].context_tokens,
         block_bytes=sum(

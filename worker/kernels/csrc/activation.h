@@ -4,7 +4,7 @@
 // Legend: I intermediate.
 #pragma once
 
-#include "simd.h"
+#include "functions.h"
 
 namespace {
 
@@ -16,8 +16,6 @@ struct Activation {
     double alpha, limit;                  // of CLAMPED_SWIGLU
     double positive, negative, beta, eps; // of XIELU
 };
-
-INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
 
 struct Silu {
     static INLINE Floats of(Floats x) { return x / (1.0f + exponential(-x)); }
@@ -31,9 +29,6 @@ struct Relu2 {
     }
 };
 
-// Returns the logarithm of 1 + e^x, as torch's softplus computes it.
-INLINE float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
 // x times the share of a normal distribution below x, which is erfc(-x / sqrt(2)) / 2.
 //
 // For z >= 0, erfc(z) = t * e^(P(t) - z^2) with t = 1 / (1 + z / 2). P is the polynomial of degree 9 that
@@ -43,16 +38,16 @@ struct Gelu {
     static INLINE Floats of(Floats x) {
         const Floats z = (x < 0.0f ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + z * 0.5f);
         Floats p = splat(0.13542471826f);
-        p = p * t - 0.62863171101f;
-        p = p * t + 1.03276991844f;
-        p = p * t - 0.52955329418f;
-        p = p * t - 0.21976044774f;
-        p = p * t + 0.07634551823f;
-        p = p * t + 0.00868708454f;
-        p = p * t + 0.39215496182f;
-        p = p * t + 0.99797832966f;
-        p = p * t - 1.26541507244f;
-        const Floats half = 0.5f * t * exponential(p - z * z);
+        p = fused(p, t, splat(-0.62863171101f));
+        p = fused(p, t, splat(1.03276991844f));
+        p = fused(p, t, splat(-0.52955329418f));
+        p = fused(p, t, splat(-0.21976044774f));
+        p = fused(p, t, splat(0.07634551823f));
+        p = fused(p, t, splat(0.00868708454f));
+        p = fused(p, t, splat(0.39215496182f));
+        p = fused(p, t, splat(0.99797832966f));
+        p = fused(p, t, splat(-1.26541507244f));
+        const Floats half = 0.5f * t * exponential(fused(-z, z, p));
         return x * (x < 0.0f ? half : 1.0f - half);
     }
 };
@@ -92,18 +87,6 @@ INLINE void clamped_swiglu_row(const N *gate_up, N *out, int64_t inner, float al
     }
 }
 
-// Returns e^x - 1 - x for x <= 0. Near zero it is computed by its series, whose first left out term is below
-// a rounding of the sum, because the difference would have few digits.
-INLINE Floats exponential_rest(Floats x) {
-    Floats series = x * (1.0f / 40320) + 1.0f / 5040;
-    series = series * x + 1.0f / 720;
-    series = series * x + 1.0f / 120;
-    series = series * x + 1.0f / 24;
-    series = series * x + 1.0f / 6;
-    series = series * x + 0.5f;
-    return x > -0.5f ? series * x * x : exponential(x) - 1.0f - x;
-}
-
 // Computes out = beta * up + positive * up^2 where up > 0, and beta * up + negative * (e^min(up, eps) - 1 - up)
 // elsewhere.
 template <class N> INLINE void xielu_row(const N *up, N *out, int64_t inner, const Activation &a) {
@@ -112,7 +95,7 @@ template <class N> INLINE void xielu_row(const N *up, N *out, int64_t inner, con
     for (int64_t i = 0; i < inner; i += LANES) {
         const Floats x = load(up + i), least = x < eps ? x : eps;
         const Floats above = positive * x * x, below = negative * (exponential_rest(least) + (least - x));
-        store(out + i, (x > 0.0f ? above : below) + beta * x);
+        store(out + i, fused(splat(beta), x, x > 0.0f ? above : below));
     }
 }
 

@@ -46,7 +46,9 @@ struct Scoring {
 
     // Returns the sum of a head's weights e^(score - peak), including its sink, from the sum of its keys.
     INLINE float with_sink(int64_t head, float peak, float total) const {
-        return sinks ? total + std::exp(sinks[head] - peak) : total;
+        if (!sinks) return total;
+        const float above = sinks[head] - peak;
+        return above > 88 ? INFINITY : total + exponential(above); // 88: the most that `exponential` computes
     }
 };
 

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "states.h"
+#include "sums.h"
 #include "team.h"
 
 namespace {
@@ -22,13 +23,13 @@ struct Vectors {
     int64_t start(int64_t vector) const { return sum_before(vector, dim, more_dim); }
     int64_t width() const { return start(count()); }
 
-    // Returns the size with zeros after the vector, so that it can be read in whole vectors.
+    // Returns the size with zeros after the vector, so that it can be read SUMS numbers at a time.
     int64_t padded(int64_t vector) const { return vector < num ? whole(dim) : whole(more_dim); }
     // Returns how many numbers the vectors before this one have, all padded.
     int64_t padded_start(int64_t vector) const { return sum_before(vector, whole(dim), whole(more_dim)); }
 
   private:
-    static int64_t whole(int64_t numbers) { return (numbers + LANES - 1) / LANES * LANES; }
+    static int64_t whole(int64_t numbers) { return in_sixteens(numbers); }
     int64_t sum_before(int64_t vector, int64_t each, int64_t each_more) const {
         const int64_t first = std::min(vector, num);
         return first * each + (vector - first) * each_more;

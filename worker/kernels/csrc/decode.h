@@ -74,7 +74,10 @@ struct DecodeRows {
 
 // Makes each number x of a row cap * tanh(x / cap).
 INLINE void cap_row(float *row, int64_t count, float cap) {
-    for (int64_t i = 0; i < count; i++) row[i] = cap * std::tanh(row[i] / cap);
+    for (int64_t i = 0; i < count; i += LANES) {
+        const Floats x = load_first(row + i, count - i);
+        store_first(row + i, cap * hyperbolic_tangent(x / cap), count - i);
+    }
 }
 
 // Computes the logits y [rows, outputs] of x [rows, hidden]. All threads of the team call this. rounded: has room

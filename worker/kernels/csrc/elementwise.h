@@ -5,6 +5,7 @@
 #pragma once
 
 #include "stored_kv.h"
+#include "sums.h"
 #include "team.h"
 
 namespace {
@@ -17,20 +18,14 @@ struct Norm {
     int64_t is_float;   // whether the weight is float, whatever the model's number type is
 };
 
-// Returns the sum of f(v) over the vectors v of x.
-template <class X, class F> INLINE float sum_over(const X *x, int64_t size, F &&f) {
-    Floats sums[4] = {};
-    int64_t i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES)
-        for (int j = 0; j < 4; j++) sums[j] += f(load(x + i + j * LANES));
-    for (; i < size; i += LANES) sums[0] += f(load(x + i));
-    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-}
-
 // Computes out = x / sqrt(mean(x^2) + eps) * weight. `size` is a multiple of 16.
 template <class X, class W, class N>
 INLINE void rms_row(const X *x, const W *weight, N *out, int64_t size, float eps) {
-    const float mean = sum_over(x, size, [](Floats v) { return v * v; }) / (float)size;
+    const float squares = sum_over(size, [&](Floats sums, int64_t i) {
+        const Floats v = load(x + i);
+        return fused(v, v, sums);
+    });
+    const float mean = squares / (float)size;
     const Floats scale = splat(1.0f / std::sqrt(mean + eps));
     for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
 }
@@ -38,10 +33,12 @@ INLINE void rms_row(const X *x, const W *weight, N *out, int64_t size, float eps
 // Computes out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias. `size` is a multiple of 16.
 template <class X, class W, class B, class N>
 INLINE void layer_norm_row(const X *x, const W *weight, const B *bias, N *out, int64_t size, float eps) {
-    const Floats mean = splat(sum_over(x, size, [](Floats v) { return v; }) / (float)size);
-    const float variance =
-        sum_over(x, size, [&](Floats v) { return (v - mean) * (v - mean); }) / (float)size;
-    const Floats scale = splat(1.0f / std::sqrt(variance + eps));
+    const Floats mean = splat(sum_over(size, [&](Floats sums, int64_t i) { return sums + load(x + i); }) / (float)size);
+    const float squares = sum_over(size, [&](Floats sums, int64_t i) {
+        const Floats v = load(x + i) - mean;
+        return fused(v, v, sums);
+    });
+    const Floats scale = splat(1.0f / std::sqrt(squares / (float)size + eps));
     for (int64_t i = 0; i < size; i += LANES) {
         const Floats v = (load(x + i) - mean) * scale * load(weight + i);
         store(out + i, bias ? v + load(bias + i) : v);
@@ -66,7 +63,7 @@ template <class X, class N> INLINE void add_row(X *x, const N *delta, int64_t si
 
 // Computes x += delta * scale.
 INLINE void add_scaled_row(float *x, const float *delta, int64_t size, float scale) {
-    for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) + load(delta + i) * scale);
+    for (int64_t i = 0; i < size; i += LANES) store(x + i, fused(load(delta + i), splat(scale), load(x + i)));
 }
 
 // Writes x to `out`, in the number type of `out`.
@@ -81,8 +78,8 @@ INLINE void rotate_head(const N *from, N *to, const N *cos, const N *sin, int64_
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
         Floats a = load(from + i), b = load(from + half + i);
-        Floats low = as_stored(N{}, a * load(cos + i)) + b * load(sin + i);
-        Floats high = as_stored(N{}, b * load(cos + half + i)) + a * load(sin + half + i);
+        Floats low = fused(b, load(sin + i), as_stored(N{}, a * load(cos + i)));
+        Floats high = fused(a, load(sin + half + i), as_stored(N{}, b * load(cos + half + i)));
         store(to + i, low);
         store(to + half + i, high);
     }
@@ -102,7 +99,7 @@ INLINE void rotate_part(const N *from, N *to, const N *cos, const N *sin, int64_
     memcpy(partners + width, x + width, rest * sizeof(float));
     for (int64_t i = 0; i < dim; i += LANES) {
         const Floats own = as_stored(N{}, load(x + i) * load(cos + i));
-        store(to + i, own + load(partners + i) * load(sin + i));
+        store(to + i, fused(load(partners + i), load(sin + i), own));
     }
 }
 

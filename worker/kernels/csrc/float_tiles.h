@@ -59,8 +59,8 @@ template <class By, class X> struct Run {
 // Adds the product `part` of LANES outputs and a block of columns to their sums, times the outputs' scales,
 // and the block's sum of x times their minima.
 template <bool MINIMA> INLINE void add_scaled(float *sums, Floats part, const Scaling &scaling, float xsum) {
-    Floats total = load(sums) + scaling.scale * part;
-    if (MINIMA) total += scaling.minimum * xsum;
+    Floats total = fused(scaling.scale, part, load(sums));
+    if (MINIMA) total = fused(scaling.minimum, splat(xsum), total);
     store(sums, total);
 }
 

@@ -96,7 +96,7 @@ struct Forward {
     void *gathered;                 // scratch memory: [T K, hidden], the inputs of experts
     float *parts;                   // scratch memory: [T K, hidden], the results of experts
     double eps, embedding_scale, residual_scale;
-    int64_t rounds_kv; // whether the cache stores rounded keys and values
+    int64_t stored_as; // how the cache stores keys and values (StoredAs)
     Growth growth;
     StepAdapters adapters;
     ImageRows images;
@@ -191,8 +191,9 @@ template <class N> struct Pass {
         alignas(64) float c[MAX_DIM], s[MAX_DIM];
         for (int64_t i = 0; i < half; i++) {
             const float angle = (float)f.rope_position(rope, t, i) * rope.inv_freq[i];
-            c[i] = c[half + i] = std::cos(angle) * (float)rope.factor;
-            s[half + i] = std::sin(angle) * (float)rope.factor;
+            const Turn turn = turn_of(angle);
+            c[i] = c[half + i] = turn.cosine * (float)rope.factor;
+            s[half + i] = turn.sine * (float)rope.factor;
             s[i] = -s[half + i];
         }
         for (int64_t i = rope.width; i < dim; i++) c[i] = 1, s[i] = 0;
@@ -242,9 +243,10 @@ template <class N> struct Pass {
             rotate_row(row, (const N *)f.cos + at, (const N *)f.sin + at, h, f.ropes[layer.rope].width);
         }
         if (layer.norms_rotated || f.growth.count) change_rotated(layer, row, f.positions[t]);
-        if (f.rounds_kv)
-            cache_row<Rounded>(row, layer.k_cache, layer.v_cache, slot * token_items<Rounded>(h), h);
-        else cache_row<N>(row, layer.k_cache, layer.v_cache, slot * token_items<N>(h), h);
+        in_stored<N>(f.stored_as, [&](auto stored) {
+            using S = decltype(stored);
+            cache_row<S>(row, layer.k_cache, layer.v_cache, slot * token_items<S>(h), h);
+        });
     }
 
     // Computes the output of attention from queries, keys and values. S: how the cache stores these.
@@ -289,8 +291,7 @@ template <class N> struct Pass {
             place_row(layer, t);
             if (norms_again) norm_x(t, layer.mlp_norm);
         });
-        if (f.rounds_kv) attend_as<Rounded>(team, layer);
-        else attend_as<N>(team, layer);
+        in_stored<N>(f.stored_as, [&](auto stored) { attend_as<decltype(stored)>(team, layer); });
         round_all(team, (const N *)f.attended, layer.output);
         add(team, layer, OUTPUT, (const N *)f.attended, layer.output, layer.output_bias, layer.post_attention_norm);
     }

@@ -73,17 +73,12 @@ inline void convolve(const Delta &d, const StateRow &row, int64_t vector) {
     RowChannels<false> channels{d.conv, row, vectors.start(vector), dim, d.inputs, nullptr, d.stride};
     for (int64_t n = 0; n < row.count; n++) {
         float *to = d.mixed.at(vector, row.first + n);
-        Floats squares = {};
-        for (int64_t i = 0; i < dim; i += LANES) {
-            const Floats x = Silu::of(channels.at(n, i));
-            squares = fused(x, x, squares);
-            store(to + i, x);
-        }
+        for (int64_t i = 0; i < dim; i += LANES) store(to + i, Silu::of(channels.at(n, i)));
         if (vector >= 2 * sizes.key_heads) {
             make_gates(d, row.first + n, vector - 2 * sizes.key_heads);
             continue;
         }
-        float scale = 1.0f / std::sqrt(sum(squares) + (float)sizes.unit_eps);
+        float scale = 1.0f / std::sqrt(sum_of_squares(to, dim) + (float)sizes.unit_eps);
         if (vector < sizes.key_heads) scale /= std::sqrt((float)dim);
         for (int64_t i = 0; i < dim; i += LANES) store(to + i, load(to + i) * scale);
     }
@@ -146,10 +141,10 @@ __attribute__((noinline)) void compute_columns(const Delta &d, StateRow row, int
     // they would not stay in it. Drafts need a copy anyway.
     const bool in_place = row.count == 1 && row.kept == 1 && columns == COUNT * LANES;
     const StateTile s = in_place ? held : StateTile{scratch, COUNT * LANES};
-    if (!in_place) copy_tile(held, s, key_dim, columns, true);
+    if (!in_place) copy_tile(held, s, key_dim, columns, s.stride);
     auto keep = [&](int64_t done) {
         row.keep(done, [&](float *to) {
-            if (to + at != s.at) copy_tile(s, StateTile{to + at, value_dim}, key_dim, columns, false);
+            if (to + at != s.at) copy_tile(s, StateTile{to + at, value_dim}, key_dim, columns, columns);
         });
     };
     keep(0);
@@ -192,12 +187,7 @@ INLINE void norm_and_gate(const Delta &d, int64_t t, int64_t head) {
     const int64_t dim = d.sizes.value_dim, heads = d.sizes.value_heads;
     const float *gate = d.inputs + t * d.stride + d.conv.width + head * dim;
     float *out = d.out + (t * heads + head) * dim;
-    Floats squares = {};
-    for (int64_t i = 0; i < dim; i += LANES) {
-        const Floats x = load_first(out + i, dim - i);
-        squares = fused(x, x, squares);
-    }
-    const float scale = 1.0f / std::sqrt(sum(squares) / (float)dim + (float)d.sizes.norm_eps);
+    const float scale = 1.0f / std::sqrt(sum_of_squares(out, dim) / (float)dim + (float)d.sizes.norm_eps);
     for (int64_t i = 0; i < dim; i += LANES) {
         const Floats x = load_first(out + i, dim - i) * scale * load_first(d.weights.norm + i, dim - i);
         const Floats z = load_first(gate + i, dim - i);

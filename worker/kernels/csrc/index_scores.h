@@ -39,7 +39,7 @@ INLINE void add_heads(const typename Dots<N>::Query *queries, const float *weigh
         const int64_t to = (count + LANES - 1) / LANES * LANES;
         scale_scores<S>(own, 0, to, scales);
         for (int64_t j = 0; j < to; j += LANES)
-            store(sums + j, load(sums + j) + max_of(load(own + j), Floats{}) * weights[head + m]);
+            store(sums + j, fused(max_of(load(own + j), Floats{}), splat(weights[head + m]), load(sums + j)));
     }
 }
 

@@ -145,8 +145,9 @@ template <int ROWS, class G> INLINE void multiply_groups(const IntegerTile &tile
                         const Ints whole =
                             G::MINIMA ? total[m][j] : total[m][j] - offset * x.totals[BLOCKS - 1][block];
                         const Floats scale = scaling.scale * x.scales[tile.at[m] + g];
-                        sums[m][j] += scale * __builtin_convertvector(whole, Floats);
-                        if (G::MINIMA) sums[m][j] += scaling.minimum * x.sums[BLOCKS - 1][block];
+                        sums[m][j] = fused(scale, __builtin_convertvector(whole, Floats), sums[m][j]);
+                        if (G::MINIMA)
+                            sums[m][j] = fused(scaling.minimum, splat(x.sums[BLOCKS - 1][block]), sums[m][j]);
                     }
                 }
             }

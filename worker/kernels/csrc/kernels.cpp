@@ -25,10 +25,9 @@ template <class Body> void in_numbers(int64_t numbers, Body &&body) {
 }
 
 // Calls `body` with a zero of the number type, and one of the type in which the cache stores numbers.
-template <class Body> void in_stored_numbers(int64_t numbers, int64_t rounds_kv, Body &&body) {
+template <class Body> void in_stored_numbers(int64_t numbers, int64_t stored_as, Body &&body) {
     in_numbers(numbers, [&](auto zero) {
-        if (rounds_kv) body(zero, Rounded{});
-        else body(zero, zero);
+        in_stored<decltype(zero)>(stored_as, [&](auto stored) { body(zero, stored); });
     });
 }
 
@@ -39,7 +38,20 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 27; }
+EXPORT int64_t kernels_version() { return 28; }
+
+// Returns the digest of the source that the library was compiled from (setup.py); 0 if it is not known.
+#if !defined(SOURCE_DIGEST)
+#define SOURCE_DIGEST 0
+#endif
+EXPORT int64_t source_digest() { return SOURCE_DIGEST; }
+
+// Returns how results in a number type differ from those of other instruction sets: 0 if they do not.
+EXPORT int64_t bits_of_set(int64_t numbers, int64_t rounds_inputs) {
+    enum { COMMON, OF_PAIRS, NOT_FUSED };
+    if (numbers != IS_FLOAT && HAS_PAIRS) return OF_PAIRS; // attention multiplies pairs of bfloat16, too
+    return HAS_FMA || rounds_inputs ? COMMON : NOT_FUSED;  // ByQuickFloats
+}
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
@@ -214,12 +226,12 @@ EXPORT int64_t short_conv(int64_t threads, int64_t kernel, int64_t width, const 
 
 // Rotates queries and keys in place, and writes keys and values to one layer's cache.
 //
-// qkv: [rows, (H + 2 H_kv) D]. slots: index of each row in the cache. rounds_kv: whether the cache stores
-// rounded keys and values.
-EXPORT void place_kv(int64_t numbers, int64_t rounds_kv, int64_t threads, int64_t rows, const Heads *heads,
+// qkv: [rows, (H + 2 H_kv) D]. slots: index of each row in the cache. stored_as: how the cache stores
+// keys and values (StoredAs).
+EXPORT void place_kv(int64_t numbers, int64_t stored_as, int64_t threads, int64_t rows, const Heads *heads,
                      void *qkv, const void *cos, const void *sin, const int64_t *slots, void *k_cache,
                      void *v_cache, int64_t block_tokens, int64_t block_items) {
-    in_stored_numbers(numbers, rounds_kv, [&](auto zero, auto stored) {
+    in_stored_numbers(numbers, stored_as, [&](auto zero, auto stored) {
         using N = decltype(zero);
         using S = decltype(stored);
         const Heads h = *heads;
@@ -236,11 +248,11 @@ EXPORT void place_kv(int64_t numbers, int64_t rounds_kv, int64_t threads, int64_
 }
 
 // Writes the attention output of one layer to out [T, H, D]. q_stride: numbers from token to token of q.
-// rounds_kv: whether the cache stores rounded keys and values.
-EXPORT void paged_attention(int64_t numbers, int64_t rounds_kv, int64_t threads, const Heads *heads,
+// stored_as: how the cache stores keys and values (StoredAs).
+EXPORT void paged_attention(int64_t numbers, int64_t stored_as, int64_t threads, const Heads *heads,
                             const Rows *rows, const void *q, int64_t q_stride, const void *k_cache,
                             const void *v_cache, int64_t block_items, void *out, const Scoring *scoring) {
-    in_stored_numbers(numbers, rounds_kv, [&](auto zero, auto stored) {
+    in_stored_numbers(numbers, stored_as, [&](auto zero, auto stored) {
         using N = decltype(zero);
         using S = decltype(stored);
         const Work work(*rows);
@@ -251,11 +263,11 @@ EXPORT void paged_attention(int64_t numbers, int64_t rounds_kv, int64_t threads,
     });
 }
 
-// Writes the scores of an indexer to out [n, width]; -inf for tokens that are not seen. rounds_kv: whether the cache stores
-// rounded keys.
-EXPORT void index_scores(int64_t numbers, int64_t rounds_kv, int64_t threads, const IndexedTokens *tokens,
+// Writes the scores of an indexer to out [n, width]; -inf for tokens that are not seen. stored_as: how the cache stores
+// keys (StoredAs).
+EXPORT void index_scores(int64_t numbers, int64_t stored_as, int64_t threads, const IndexedTokens *tokens,
                          const void *queries, const float *weights, const void *keys, float *out) {
-    in_stored_numbers(numbers, rounds_kv, [&](auto zero, auto stored) {
+    in_stored_numbers(numbers, stored_as, [&](auto zero, auto stored) {
         using N = decltype(zero);
         using S = decltype(stored);
         const IndexScores<N, S> s{(const N *)queries, weights, (const S *)keys, out};

@@ -3,9 +3,9 @@
 //
 // The order of every sum depends only on the positions of the query and its keys:
 // - A tile starts at a multiple of TILE_KEYS, and a piece (attention.h) at a multiple of PIECE.
-// - A score is the sum of LANES sums, each over every LANES-th dimension. A decode row computes these as one
-//   vector for each key. A prefill row has many queries for the same keys, so keys are transposed: the scores
-//   of neighbouring keys form a vector, and the LANES sums are computed one by one and added in the same order.
+// - A score is the sum of SUMS sums, each over every SUMS-th dimension (sums.h). A decode row computes these as
+//   vectors for each key. A prefill row has many queries for the same keys, so keys are transposed: the scores
+//   of neighbouring keys form a vector, and the SUMS sums are computed one by one and added in the same order.
 // - As in flash attention, the sums of a query are relative to its greatest score so far, and are rescaled if
 //   a later tile of the piece has a greater one. The pieces of a row are added in the same way.
 //
@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "elementwise.h"
+#include "functions.h"
 #include "multiply.h"
 
 namespace {
@@ -33,9 +34,15 @@ constexpr int QUERIES_AT_ONCE = 4;
 template <class N> struct Dots {
     typedef ByFloats By;
     typedef float Query;
-    static constexpr int WIDTH = LANES;
-    template <class S> static INLINE Floats key(const S *from) { return load(from); }
-    static INLINE Floats add(Floats sums, const float *q, Floats key) { return sums + load(q) * key; }
+    static constexpr int WIDTH = SUMS;
+    template <class S> static INLINE Sixteen key(const S *from) {
+        Sixteen key;
+        for (int p = 0; p < SPLIT; p++) key.of[p] = load(from + p * LANES);
+        return key;
+    }
+    static INLINE void add(Sixteen &sums, const float *q, const Sixteen &key) {
+        for (int p = 0; p < SPLIT; p++) sums.of[p] = fused(load(q + p * LANES), key.of[p], sums.of[p]);
+    }
 };
 #if defined(__AVX512BF16__)
 template <> struct Dots<bf16> {
@@ -46,8 +53,8 @@ template <> struct Dots<bf16> {
     static INLINE __m512i key(const Rounded *from) {
         return (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + LANES), (__m512)load(from));
     }
-    static INLINE Floats add(Floats sums, const bf16 *q, __m512i key) {
-        return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)load_as<__m512i>(q), (__m512bh)key);
+    static INLINE void add(Sixteen &sums, const bf16 *q, __m512i key) {
+        sums.of[0] = (Floats)_mm512_dpbf16_ps((__m512)sums.of[0], (__m512bh)load_as<__m512i>(q), (__m512bh)key);
     }
 };
 #endif
@@ -159,15 +166,15 @@ INLINE void scores_in_place(const typename Dots<N>::Query *q, const S *const *ke
                             int64_t first, int64_t count, int64_t ahead, int64_t dim,
                             int64_t prefetch_size, float scale, float *scores) {
     for (int64_t j = first / LANES * LANES; j < count; j += LANES) {
-        Floats dots[Q][LANES];
+        Sixteen dots[Q][LANES];
         for (int i = 0; i < LANES; i++) {
-            Floats sums[Q] = {};
+            Sixteen sums[Q] = {};
             if (j + i >= first && j + i < count) {
                 if (j + i + KEYS_AHEAD < ahead) prefetch(keys[j + i + KEYS_AHEAD], prefetch_size);
                 prefetch(values[j + i], prefetch_size);
                 for (int64_t d = 0; d < dim; d += Dots<N>::WIDTH) {
                     const auto key = Dots<N>::key(keys[j + i] + d);
-                    for (int m = 0; m < Q; m++) sums[m] = Dots<N>::add(sums[m], q + m * dim + d, key);
+                    for (int m = 0; m < Q; m++) Dots<N>::add(sums[m], q + m * dim + d, key);
                 }
             }
             for (int m = 0; m < Q; m++) dots[m][i] = sums[m];
@@ -191,7 +198,7 @@ INLINE void sum_lanes(const typename Dots<N>::Query *q, const uint32_t *keys, in
     } else {
         for (int m = 0; m < Q; m++)
             for (int i = 0; i < ACROSS; i++) sums[m][i] = Floats{};
-        for (int64_t w = LANE; w < dim / By::COLUMNS; w += LANES) {
+        for (int64_t w = LANE; w < dim / By::COLUMNS; w += SUMS) {
             typename By::Vector key[ACROSS];
             for (int i = 0; i < ACROSS; i++)
                 key[i] = load_as<typename By::Vector>(keys + w * TILE_KEYS + i * LANES);
@@ -240,7 +247,7 @@ INLINE void cap_scores(float *scores, int64_t count, float cap) {
 
 // Multiplies the sums by e^(peak - higher), and makes `higher` the peak.
 inline __attribute__((noinline)) void rescale(const Sums &sums, float higher, int64_t dim) {
-    const float share = std::exp(*sums.peak - higher);
+    const float share = exponential(*sums.peak - higher);
     *sums.total *= share;
     *sums.peak = higher;
     for (int64_t d = 0; d < dim; d += LANES) store(sums.values + d, load(sums.values + d) * share);
@@ -248,10 +255,11 @@ inline __attribute__((noinline)) void rescale(const Sums &sums, float higher, in
 
 // Replaces the scores of one query by weights e^(score - peak), and adds the weights to its total. If a score
 // is higher than its peak, its sums are rescaled first. The query sees the keys [first, count). The scores of
-// other keys from `from` to `to`, whole vectors, become weights of 0.
+// other keys from `from` to `to`, and those in the same SUMS scores, become weights of 0.
 inline __attribute__((noinline)) void add_weights(
     float *scores, int64_t from, int64_t to, int64_t first, int64_t count, const Sums &sums, int64_t dim
 ) {
+    from = from / SUMS * SUMS, to = in_sixteens(to);
     for (int64_t j = from; j < first; j++) scores[j] = -INFINITY;
     for (int64_t j = count; j < to; j++) scores[j] = -INFINITY;
     Floats high = load(scores + from);
@@ -259,14 +267,15 @@ inline __attribute__((noinline)) void add_weights(
     const float here = max_in(high);
     if (here > *sums.peak) rescale(sums, here, dim);
     const float peak = *sums.peak;
-    Floats total = {};
-    for (int64_t j = from; j < to; j += LANES) {
-        const Floats score = load(scores + j);
-        Floats weight = exponential(score - peak);
-        weight = (Floats)(words(weight) & (Words)(score != splat(-INFINITY)));
-        store(scores + j, weight);
-        total += weight;
-    }
+    Sixteen total = {};
+    for (int64_t j = from; j < to; j += SUMS)
+        for (int p = 0; p < SPLIT; p++) {
+            const Floats score = load(scores + j + p * LANES);
+            Floats weight = exponential(score - peak);
+            weight = (Floats)(words(weight) & (Words)(score != splat(-INFINITY)));
+            store(scores + j + p * LANES, weight);
+            total.of[p] += weight;
+        }
     *sums.total += sum(total);
 }
 
@@ -279,10 +288,10 @@ inline __attribute__((noinline)) void add_sums(const Sums &sums, const Sums &lat
         return;
     }
     if (*later.peak > *sums.peak) rescale(sums, *later.peak, dim);
-    const float share = std::exp(*later.peak - *sums.peak);
-    *sums.total += *later.total * share;
+    const float share = exponential(*later.peak - *sums.peak);
+    *sums.total = fused(*later.total, share, *sums.total);
     for (int64_t d = 0; d < dim; d += LANES)
-        store(sums.values + d, load(sums.values + d) + load(later.values + d) * share);
+        store(sums.values + d, fused(load(later.values + d), splat(share), load(sums.values + d)));
 }
 
 // ---- Values.
@@ -302,7 +311,7 @@ INLINE void values_across(const float *weights, const V *const *values, int64_t 
         Floats value[ACROSS];
         for (int i = 0; i < ACROSS; i++) value[i] = load(values[j] + d + i * LANES);
         for (int m = 0; m < Q; m++)
-            for (int i = 0; i < ACROSS; i++) own[m][i] += weights[m * TILE_KEYS + j] * value[i];
+            for (int i = 0; i < ACROSS; i++) own[m][i] = fused(splat(weights[m * TILE_KEYS + j]), value[i], own[m][i]);
     }
     for (int m = 0; m < Q; m++)
         for (int i = 0; i < ACROSS; i++) store(sums + m * dim + d + i * LANES, own[m][i]);

@@ -18,6 +18,7 @@
 #include "float_tiles.h"
 #include "integer_tiles.h"
 #include "pair_rows.h"
+#include "sums.h"
 #include "team.h"
 
 namespace {
@@ -52,11 +53,8 @@ struct RowScratch {
 // Writes the sum of each SIZE numbers of x, which has `count`.
 template <int SIZE, class X> INLINE void sum_blocks(const X *x, int64_t count, std::vector<float> &to) {
     to.resize((size_t)(count / SIZE));
-    for (int64_t i = 0; i < count; i += SIZE) {
-        Floats total = {};
-        for (int k = 0; k < SIZE; k += LANES) total += load(x + i + k);
-        to[(size_t)(i / SIZE)] = sum(total);
-    }
+    for (int64_t i = 0; i < count; i += SIZE)
+        to[(size_t)(i / SIZE)] = sum_over(SIZE, [&](Floats sums, int64_t k) { return sums + load(x + i + k); });
 }
 
 // Writes the sums of one row and panel to y, with the bias. y, bias: of the panel's outputs.
@@ -65,7 +63,7 @@ INLINE void finish_panel(const Linear<X, Y> &l, const X *bias, const float *sums
     for (int o = 0; o < PANEL; o += LANES) {
         Floats result = load(sums + o);
         if (bias) result += load(bias + o);
-        if (l.then == ADD) result = load(y + o) + as_stored(Y{}, result) * l.scale;
+        if (l.then == ADD) result = fused(as_stored(Y{}, result), splat(l.scale), load(y + o));
         store(y + o, result);
     }
 }
@@ -220,8 +218,13 @@ INLINE void compute_item(const Linear<X, Y> &l, int64_t item, RowScratch &s, int
         if (l.rounded) multiply_panel_in_integers(at, inputs, *l.rounded, first, count, s);
         else multiply_panel_in_integers(at, inputs, s.rounded, 0, count, s);
     } else if constexpr (PAIRS) multiply_panel<ByPairs>(at, inputs, count, x, s);
-    else if constexpr (sizeof(X) == 2) multiply_panel<ByFloats>(at, inputs, count, s.x.data(), s);
-    else multiply_panel<ByFloats>(at, inputs, count, x, s);
+    else {
+        const float *floats;
+        if constexpr (sizeof(X) == 2) floats = s.x.data();
+        else floats = x;
+        if (HAS_FMA || l.weight.rounds_inputs) multiply_panel<ByFloats>(at, inputs, count, floats, s);
+        else if constexpr (!HAS_FMA) multiply_panel<ByQuickFloats>(at, inputs, count, floats, s);
+    }
     for (int64_t m = 0; m < count; m++) finish(l, first + m, at.output, at.width, s.sums + m * PANEL);
 }
 

@@ -50,14 +50,9 @@ struct StepAdapters {
     }
 };
 
-// Returns the sum of x[i] * w[i]. count is a multiple of LANES.
+// Returns the sum of x[i] * w[i]. count is a multiple of SUMS.
 template <class N> INLINE float dot(const N *x, const N *w, int64_t count) {
-    Floats sums[4] = {};
-    int64_t i = 0;
-    for (; i + 4 * LANES <= count; i += 4 * LANES)
-        for (int k = 0; k < 4; k++) sums[k] += load(x + i + k * LANES) * load(w + i + k * LANES);
-    for (; i < count; i += LANES) sums[0] += load(x + i) * load(w + i);
-    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    return sum_over(count, [&](Floats sums, int64_t i) { return fused(load(x + i), load(w + i), sums); });
 }
 
 // The terms of one linear, for the tokens of a step that have an adapter.
@@ -113,17 +108,17 @@ template <class N> struct LowRank {
         const N *up = (const N *)part.up + o;
         Floats total = {};
         if (left >= LANES) {
-            for (int64_t j = 0; j < part.rank; j++) total += shrunk[j] * load(up + j * part.outputs);
-            return store(y, load(y) + total * scale);
+            for (int64_t j = 0; j < part.rank; j++) total = fused(splat(shrunk[j]), load(up + j * part.outputs), total);
+            return store(y, fused(total, splat(scale), load(y)));
         }
         alignas(64) N some[LANES] = {};
         alignas(64) Y some_y[LANES] = {};
         for (int64_t j = 0; j < part.rank; j++) {
             memcpy(some, up + j * part.outputs, (size_t)left * sizeof(N));
-            total += shrunk[j] * load(some);
+            total = fused(splat(shrunk[j]), load(some), total);
         }
         memcpy(some_y, y, (size_t)left * sizeof(Y));
-        store(some_y, load(some_y) + total * scale);
+        store(some_y, fused(total, splat(scale), load(some_y)));
         memcpy(y, some_y, (size_t)left * sizeof(Y));
     }
 };

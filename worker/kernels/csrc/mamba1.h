@@ -38,17 +38,19 @@ struct Mamba1Scan {
 
 constexpr int64_t SCAN_ROWS = 64; // rows of a matrix in a tile; a multiple of all LANES
 
-// Changes the row of a channel by a token: S = exp(dt * A) * S + dt * x * B. Returns the vector whose sum is S C.
-INLINE Floats change_channel(float *s, const float *decay, float step, float added, const float *b, const float *c,
-                             int64_t size) {
-    Floats result = {};
-    for (int64_t j = 0; j < size; j += LANES) {
-        const int64_t rest = size - j;
-        const Floats factor = exponential(load_first(decay + j, rest) * step);
-        const Floats changed = fused(splat(added), load_first(b + j, rest), load_first(s + j, rest) * factor);
-        store_first(s + j, changed, rest);
-        result = fused(changed, load_first(c + j, rest), result);
-    }
+// Changes the row of a channel by a token: S = exp(dt * A) * S + dt * x * B. Returns the sums whose sum is S C.
+INLINE Sixteen change_channel(float *s, const float *decay, float step, float added, const float *b, const float *c,
+                              int64_t size) {
+    Sixteen result = {};
+    for (int64_t i = 0; i < size; i += SUMS)
+        for (int p = 0; p < SPLIT; p++) {
+            const int64_t j = i + p * LANES, rest = size - j;
+            if (rest <= 0) break;
+            const Floats factor = exponential(load_first(decay + j, rest) * step);
+            const Floats changed = fused(splat(added), load_first(b + j, rest), load_first(s + j, rest) * factor);
+            store_first(s + j, changed, rest);
+            result.of[p] = fused(changed, load_first(c + j, rest), result.of[p]);
+        }
     return result;
 }
 
@@ -59,10 +61,11 @@ INLINE void change_channels(const Mamba1Scan &m, StateTile s, int64_t first, int
     for (int64_t i = 0; i < rows; i += LANES) {
         const int64_t count = std::min<int64_t>(LANES, rows - i), channel = first + i, at = t * m.channels + channel;
         const Floats x = load_first(in.x + at, count), gate = load_first(in.gate + t * in.gate_stride + channel, count);
-        float steps[LANES] = {}, added[LANES];
-        for (int64_t r = 0; r < count; r++) steps[r] = softplus(in.step[at + r] + m.weights.bias[channel + r]);
-        store(added, x * load(steps));
-        Floats products[LANES] = {};
+        float steps[LANES], added[LANES];
+        const Floats step = softplus(load_first(in.step + at, count) + load_first(m.weights.bias + channel, count));
+        store(steps, step);
+        store(added, x * step);
+        Sixteen products[LANES] = {};
         for (int64_t r = 0; r < count; r++)
             products[r] = change_channel(s.at + (i + r) * s.stride, m.weights.decay + (channel + r) * m.state, steps[r],
                                          added[r], b, c, m.state);
@@ -78,10 +81,10 @@ inline void scan_channels(const Mamba1Scan &m, StateRow row, int64_t first, int6
     const int64_t at = first * m.state;
     const bool in_place = row.kept == row.count; // drafts need a copy
     const StateTile held{row.held + at, m.state}, s{in_place ? held.at : scratch, m.state};
-    if (!in_place) copy_tile(held, s, rows, m.state, false);
+    if (!in_place) copy_tile(held, s, rows, m.state, m.state);
     auto keep = [&](int64_t done) {
         row.keep(done, [&](float *to) {
-            if (to + at != s.at) copy_tile(s, StateTile{to + at, m.state}, rows, m.state, false);
+            if (to + at != s.at) copy_tile(s, StateTile{to + at, m.state}, rows, m.state, m.state);
         });
     };
     keep(0);

@@ -68,7 +68,7 @@ inline void convolve(const Mamba2 &m, const StateRow &row, int64_t vector) {
     for (int64_t n = 0; n < row.count; n++) {
         const int64_t t = row.first + n;
         float *to = m.mixed.at(vector, t);
-        for (int64_t i = 0; i < size; i += LANES) store(to + i, Silu::of(channels.at(n, i)));
+        for (int64_t i = 0; i < vectors.padded(vector); i += LANES) store(to + i, Silu::of(channels.at(n, i)));
         if (vector >= m.sizes.heads) continue;
         const float step = step_of(m, t, vector);
         m.steps[vector * m.mixed.tokens + t] = step;
@@ -84,33 +84,33 @@ constexpr int MAMBA_ROWS_TOGETHER = 4; // rows that are computed together, so th
 // own prefetching stops at the end of each page.
 constexpr int64_t STATE_AHEAD = 1024;
 
-// Computes S = factor * S + x B^T and the vectors whose sums are S C, for COUNT rows of S. The sizes of S, B and C are
-// whole vectors. FROM_MEMORY: whether S is not in a cache yet.
+// Computes S = factor * S + x B^T and the sums whose sum is S C, for COUNT rows of S. The sizes of S, B and C are
+// multiples of SUMS. FROM_MEMORY: whether S is not in a cache yet.
 template <int COUNT, bool FROM_MEMORY>
 INLINE void change_rows(StateTile s, float factor, const float *x, const float *b, const float *c, int64_t size,
-                        Floats *products) {
-    Floats added[COUNT], results[COUNT];
-    for (int r = 0; r < COUNT; r++) {
-        added[r] = splat(x[r]);
-        results[r] = Floats{};
-    }
-    for (int64_t j = 0; j < size; j += LANES) {
-        const Floats to_add = load(b + j), read = load(c + j);
-        for (int r = 0; r < COUNT; r++) {
-            float *at = s.at + r * s.stride + j;
-            if (FROM_MEMORY) __builtin_prefetch(at + STATE_AHEAD, 0, 2);
-            const Floats changed = fused(added[r], to_add, load(at) * factor);
-            store(at, changed);
-            results[r] = fused(changed, read, results[r]);
+                        Sixteen *products) {
+    Floats added[COUNT];
+    Sixteen results[COUNT] = {};
+    for (int r = 0; r < COUNT; r++) added[r] = splat(x[r]);
+    for (int64_t i = 0; i < size; i += SUMS)
+        for (int p = 0; p < SPLIT; p++) {
+            const int64_t j = i + p * LANES;
+            const Floats to_add = load(b + j), read = load(c + j);
+            for (int r = 0; r < COUNT; r++) {
+                float *at = s.at + r * s.stride + j;
+                if (FROM_MEMORY) __builtin_prefetch(at + STATE_AHEAD, 0, 2);
+                const Floats changed = fused(added[r], to_add, load(at) * factor);
+                store(at, changed);
+                results[r].of[p] = fused(changed, read, results[r].of[p]);
+            }
         }
-    }
     for (int r = 0; r < COUNT; r++) products[r] = results[r];
 }
 
 // Does so for `rows` rows, fewer than COUNT.
 template <int COUNT, bool FROM_MEMORY>
 INLINE void change_last_rows(int64_t rows, StateTile s, float factor, const float *x, const float *b, const float *c,
-                             int64_t size, Floats *products) {
+                             int64_t size, Sixteen *products) {
     if constexpr (COUNT > 1) {
         if (rows < COUNT - 1) return change_last_rows<COUNT - 1, FROM_MEMORY>(rows, s, factor, x, b, c, size, products);
         change_rows<COUNT - 1, FROM_MEMORY>(s, factor, x, b, c, size, products);
@@ -121,8 +121,8 @@ INLINE void change_last_rows(int64_t rows, StateTile s, float factor, const floa
 struct HeadRows {
     StateTile s;
     int64_t rows;
-    const float *x, *b, *c; // padded with zeros to whole vectors
-    int64_t size;           // of B and C, in whole vectors
+    const float *x, *b, *c; // padded with zeros
+    int64_t size;           // of B and C, padded
     float step, factor, skip;
 };
 
@@ -134,7 +134,7 @@ template <bool FROM_MEMORY> INLINE void change_tile(const HeadRows &h, float *ou
         const Floats x = load(h.x + first);
         float added[LANES];
         store(added, x * h.step);
-        Floats products[LANES] = {};
+        Sixteen products[LANES] = {};
         StateTile s{h.s.at + first * h.s.stride, h.s.stride};
         int64_t r = 0;
         for (; r + TOGETHER <= rows; r += TOGETHER, s.at += TOGETHER * s.stride)
@@ -154,10 +154,10 @@ inline void compute_rows(const Mamba2 &m, StateRow row, int64_t head, int64_t fi
     const StateTile held{row.held + at, sizes.state};
     const bool in_place = row.kept == row.count && padded == sizes.state; // drafts need a copy
     const StateTile s = in_place ? held : StateTile{scratch, padded};
-    if (!in_place) copy_tile(held, s, rows, sizes.state, true);
+    if (!in_place) copy_tile(held, s, rows, sizes.state, padded);
     auto keep = [&](int64_t done) {
         row.keep(done, [&](float *to) {
-            if (to + at != s.at) copy_tile(s, StateTile{to + at, sizes.state}, rows, sizes.state, false);
+            if (to + at != s.at) copy_tile(s, StateTile{to + at, sizes.state}, rows, sizes.state, sizes.state);
         });
     };
     keep(0);
@@ -179,15 +179,10 @@ INLINE void gate_and_norm(const Mamba2 &m, int64_t t, int64_t group) {
     const float *gate = m.inputs + t * m.stride + start;
     float *out = m.out + t * sizes.output_width() + start;
     const bool is_before = sizes.norm_place == BEFORE_GATE;
-    Floats squares = {};
-    for (int64_t i = 0; i < width; i += LANES) {
-        Floats x = load_first(out + i, width - i);
-        if (!is_before) x *= Silu::of(load_first(gate + i, width - i));
-        squares = fused(x, x, squares);
-        store_first(out + i, x, width - i);
-    }
+    for (int64_t i = 0; i < width && !is_before; i += LANES)
+        store_first(out + i, load_first(out + i, width - i) * Silu::of(load_first(gate + i, width - i)), width - i);
     if (sizes.norm_place == NO_NORM) return;
-    const float scale = 1.0f / std::sqrt(sum(squares) / (float)width + (float)sizes.eps);
+    const float scale = 1.0f / std::sqrt(sum_of_squares(out, width) / (float)width + (float)sizes.eps);
     for (int64_t i = 0; i < width; i += LANES) {
         Floats x = load_first(out + i, width - i) * scale * load_first(m.weights.norm + start + i, width - i);
         if (is_before) x *= Silu::of(load_first(gate + i, width - i));

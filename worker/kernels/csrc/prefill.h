@@ -56,12 +56,12 @@ void load_tile(const Attend<N, S> &a, const Rows &rows, int64_t row, int64_t kv_
     const int64_t dim = a.heads.dim;
     const S *keys[TILE_KEYS], *values[TILE_KEYS];
     find_keys(a, rows, row, kv_head, tile, first, count, keys, values);
-    if constexpr (IS_ROUNDED<S>) {
-        alignas(64) N integers[TILE_KEYS * MAX_DIM];
+    if constexpr (!std::is_same<S, N>::value) {
+        alignas(64) N numbers[TILE_KEYS * MAX_DIM];
         const N *converted[TILE_KEYS];
         for (int64_t j = first; j < count; j++) {
-            convert_row(keys[j], integers + j * dim, dim);
-            converted[j] = integers + j * dim;
+            convert_row(keys[j], numbers + j * dim, dim);
+            converted[j] = numbers + j * dim;
         }
         transpose_keys(converted, first, count, dim, s.keys);
     } else transpose_keys(keys, first, count, dim, s.keys);

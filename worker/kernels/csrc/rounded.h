@@ -128,7 +128,7 @@ template <class X> INLINE void remainder_of(const X *x, float largest, float sca
     for (int i = 0; i < GROUP; i += LANES) {
         const Floats value = load(x + i);
         const Ints integers = integers_in(rounded_bits(value, inverse));
-        store(to + i, value - __builtin_convertvector(integers, Floats) * scale);
+        store(to + i, fused(__builtin_convertvector(integers, Floats), splat(-scale), value));
     }
 }
 

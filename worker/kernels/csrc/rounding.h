@@ -27,7 +27,7 @@ template <class X> INLINE float largest_magnitude(const X *x, int64_t count) {
 // Returns the rounded products of x and `inverse`. The integers are the lowest bytes of the lanes.
 //
 // If all numbers are zero or tiny, the product is NaN or infinite. Its lowest byte is 0.
-INLINE Words rounded_bits(Floats x, float inverse) { return words(x * inverse + ROUND); }
+INLINE Words rounded_bits(Floats x, float inverse) { return words(fused(x, splat(inverse), splat(ROUND))); }
 
 // Returns the integers in rounded bits.
 INLINE Ints integers_in(Words bits) { return (Ints)(bits << 24) >> 24; }

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "simd.h"
+#include "functions.h"
 
 namespace {
 
@@ -36,10 +36,10 @@ struct Routing {
         int64_t *own = chosen.data() + t * top_k;
         float *share = weights.data() + t * top_k, peak = to_float(scores[0]), total = 0;
         for (int64_t e = 1; e < experts; e++) peak = std::fmax(peak, to_float(scores[e]));
-        for (int64_t e = 0; e < experts; e++) total += std::exp(to_float(scores[e]) - peak);
+        for (int64_t e = 0; e < experts; e++) total += exponential(to_float(scores[e]) - peak);
         for (int64_t k = 0; k < top_k; k++) {
             own[k] = next_best(scores, own, k);
-            share[k] = std::exp(to_float(scores[own[k]]) - peak) / total;
+            share[k] = exponential(to_float(scores[own[k]]) - peak) / total;
         }
         float sum = 0;
         for (int64_t k = 0; k < top_k; k++) sum += share[k];

@@ -1,4 +1,5 @@
-// Number types, and vectors as wide as the instruction set that this file is compiled for.
+// Number types, and vectors as wide as the instruction set that this file is compiled for. sums.h and functions.h have
+// what must not depend on their width.
 //
 // Everything is computed in float. Vectors are the compiler's vector extensions, so the same lines
 // become AVX-512, AVX2, SSE or NEON. Intrinsics are used only if the extensions have no equivalent.
@@ -72,30 +73,37 @@ INLINE Floats load(const bf16 *from) { return (Floats)(widened(load_as<Halves>(f
 
 
 // Rounds to bfloat16: to nearest, ties to even, as torch does. NaN stays NaN.
-INLINE Halves rounded(Floats x) {
-#if defined(__AVX512BF16__)
-    return (Halves)_mm512_cvtneps_pbh((__m512)x);
-#else
+INLINE Halves rounded_in_integers(Floats x) {
     Words bits = words(x);
     Words even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     Words is_nan = (Words)(x != x);
     return __builtin_convertvector((even & ~is_nan) | (is_nan & 0x7fc0), Halves);
+}
+// The same, but AVX-512's instruction makes subnormal numbers zeros.
+INLINE Halves rounded(Floats x) {
+#if defined(__AVX512BF16__)
+    return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    return rounded_in_integers(x);
 #endif
 }
 INLINE void store(float *to, Floats x) { store_as(to, x); }
 INLINE void store(bf16 *to, Floats x) { store_as(to, rounded(x)); }
 
-// Loads the first `count` numbers of a vector, or all if `count` is more, and zeros instead of the others.
+// Loads the first `count` numbers of a vector, or all if `count` is more, and zeros instead of the others. None if
+// `count` is not positive.
 template <class N> INLINE Floats load_first(const N *from, int64_t count) {
     if (count >= LANES) return load(from);
+    if (count <= 0) return Floats{};
     N all[LANES] = {};
     memcpy(all, from, (size_t)count * sizeof(N));
     return load(all);
 }
 
-// Stores the first `count` lanes of x, or all if `count` is more.
+// Stores the first `count` lanes of x, or all if `count` is more. None if `count` is not positive.
 template <class N> INLINE void store_first(N *to, Floats x, int64_t count) {
     if (count >= LANES) return store(to, x);
+    if (count <= 0) return;
     N all[LANES];
     store(all, x);
     memcpy(to, all, (size_t)count * sizeof(N));
@@ -107,73 +115,40 @@ INLINE Floats as_stored(bf16, Floats x) {
     return (Floats)(widened(rounded(x)) << 16);
 }
 
-INLINE float sum(Floats x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)x);
-#else
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
-#endif
-}
+// ---- a * b + c, rounded once.
+//
+// The compiler may not fuse a multiplication with an addition by itself (-ffp-contract=off in setup.py): which ones it
+// chose would depend on the code around them, on the compiler and on the instruction set. What is fused is written here.
 
-// The order in which `sums_of` adds the lanes of a vector: it adds those whose indexes differ in the last of
-// these bits, then the results for the bit before it, and so on.
-constexpr int SUM_BITS[] = {
-#if defined(__AVX512F__)
-    8, 4, 1, 2
-#elif defined(__AVX2__)
-    4, 2, 1
-#else
-    2, 1
-#endif
-};
-constexpr int NUM_SUM_BITS = sizeof SUM_BITS / sizeof *SUM_BITS;
-
-// Returns the sums of LANES vectors as one vector.
-INLINE Floats sums_of(const Floats *v) {
-#if defined(__AVX512F__)
-    __m512 a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++) {
-        const __m512 x = (__m512)v[2 * i], y = (__m512)v[2 * i + 1];
-        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
-    }
-    for (int i = 0; i < 4; i++) {
-        const __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
-        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-    }
-    for (int i = 0; i < 2; i++)
-        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
-                             _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
-    return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88),
-                                 _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
-#elif defined(__AVX2__)
-    __m256 a[4], b[2];
-    for (int i = 0; i < 4; i++) a[i] = _mm256_hadd_ps((__m256)v[2 * i], (__m256)v[2 * i + 1]);
-    for (int i = 0; i < 2; i++) b[i] = _mm256_hadd_ps(a[2 * i], a[2 * i + 1]);
-    return (Floats)_mm256_add_ps(_mm256_permute2f128_ps(b[0], b[1], 0x20),
-                                 _mm256_permute2f128_ps(b[0], b[1], 0x31));
-#else
-    Floats sums;
-    for (int i = 0; i < LANES; i++) sums[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
-    return sums;
-#endif
-}
-
-// Returns a * b + c, rounded once if the instruction set can do that. In a sum of two products, the compiler itself
-// would choose by the code around it which product is rounded.
+#if defined(__FMA__) || defined(__aarch64__)
+constexpr bool HAS_FMA = true;
+INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 INLINE Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__)
+#elif defined(__FMA__)
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    return a * b + c;
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #endif
 }
+#else
+constexpr bool HAS_FMA = false;
+// The product is exact in double. The sum is rounded to odd: if it is not exact, its last bit becomes 1. So rounding it
+// again, to float, gives what rounding the exact sum would give. Not inlined, because it is compiled in many places.
+__attribute__((noinline)) Floats fused(Floats a, Floats b, Floats c) {
+    typedef double Doubles __attribute__((vector_size(LANES * 8)));
+    typedef int64_t Longs __attribute__((vector_size(LANES * 8)));
+    const Doubles product = __builtin_convertvector(a, Doubles) * __builtin_convertvector(b, Doubles);
+    const Doubles addend = __builtin_convertvector(c, Doubles), sum = product + addend;
+    const Doubles part = sum - product, error = (product - (sum - part)) + (addend - part);
+    const Longs is_exact = (Longs)((error == Doubles{}) | (error != error)); // NaN: the sum is not finite
+    const Longs is_even = ((Longs)sum & 1) - 1, grows = ((Longs)error ^ (Longs)sum) >= 0; // all bits set, or none
+    const Longs step = (grows & 1) | ~grows;
+    return __builtin_convertvector((Doubles)((Longs)sum + (step & is_even & ~is_exact)), Floats);
+}
+INLINE float fused(float a, float b, float c) { return fused(splat(a), splat(b), splat(c))[0]; }
+#endif
 
 INLINE Floats max_of(Floats a, Floats b) { return a > b ? a : b; }
 
@@ -215,26 +190,6 @@ INLINE int32_t sum(Ints x) {
     for (int i = 0; i < LANES; i++) total += x[i];
     return total;
 #endif
-}
-
-// Returns e^x within 2 units in the last place. The result is about 1e-38 for x below -87, and about
-// 1e38 for x above 88. NaN stays NaN.
-INLINE Floats exponential(Floats x) {
-    const Floats least = splat(-87.0f), most = splat(88.0f);
-    Floats clipped = x < least ? least : x;
-    clipped = clipped > most ? most : clipped;
-    const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
-    Floats turns = (clipped * 1.44269504f + magic) - magic;
-    Floats rest = clipped - turns * 0.693359375f + turns * 2.12194440e-4f;
-    Floats p = splat(1.9875691500e-4f);
-    p = p * rest + 1.3981999507e-3f;
-    p = p * rest + 8.3334519073e-3f;
-    p = p * rest + 4.1665795894e-2f;
-    p = p * rest + 1.6666665459e-1f;
-    p = p * rest + 5.0000001201e-1f;
-    p = p * rest * rest + rest + 1.0f;
-    Ints power = (__builtin_convertvector(turns, Ints) + 127) << 23;
-    return p * (Floats)power;
 }
 
 INLINE Floats square_root(Floats x) {

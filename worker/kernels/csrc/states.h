@@ -78,14 +78,11 @@ struct StateTile {
     int64_t stride; // numbers from row to row
 };
 
-// Copies `rows` rows of `columns` columns. The columns of `to` after them, up to a whole vector, become 0 if it is
-// `padded`.
-INLINE void copy_tile(StateTile from, StateTile to, int64_t rows, int64_t columns, bool padded) {
+// Copies `rows` rows of `columns` columns. The columns of `to` after them, up to `width`, become 0.
+INLINE void copy_tile(StateTile from, StateTile to, int64_t rows, int64_t columns, int64_t width) {
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < columns; j += LANES) {
-            const Floats x = load_first(from.at + i * from.stride + j, columns - j);
-            store_first(to.at + i * to.stride + j, x, padded ? LANES : columns - j);
-        }
+        for (int64_t j = 0; j < width; j += LANES)
+            store_first(to.at + i * to.stride + j, load_first(from.at + i * from.stride + j, columns - j), width - j);
 }
 
 // Returns the first address after `from` that is a multiple of 64 bytes, or `from`.

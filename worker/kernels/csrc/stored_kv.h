@@ -1,5 +1,5 @@
-// Keys and values as the cache stores them: the numbers of each head in number type N, or rounded to eight
-// bits.
+// Keys and values as the cache stores them: the numbers of each head in number type N, in bfloat16, or rounded to
+// eight bits.
 //
 // A rounded head is D integers from -127 to 127, in bytes, and then their scale, a float. A number is its
 // integer times the scale. The scale belongs to one head of one token, so what is stored for a token depends
@@ -19,6 +19,17 @@ struct Rounded {
 };
 
 constexpr int64_t SCALE_BYTES = sizeof(float);
+
+// How a cache stores numbers of type N: as they are, rounded to eight bits, or as bfloat16.
+enum StoredAs : int64_t { AS_NUMBERS = 0, AS_ROUNDED = 1, AS_BFLOAT16 = 2 };
+
+// Calls `body` with a zero of the type in which a cache stores numbers of type N.
+template <class N, class Body> INLINE void in_stored(int64_t stored_as, Body &&body) {
+    if (stored_as == AS_ROUNDED) return body(Rounded{});
+    if constexpr (std::is_same<N, float>::value)
+        if (stored_as == AS_BFLOAT16) return body(bf16{});
+    body(N{});
+}
 
 template <class S> constexpr bool IS_ROUNDED = std::is_same<S, Rounded>::value;
 
@@ -46,6 +57,9 @@ INLINE Floats load(const Rounded *from) {
 // Stores the `dim` numbers of a head.
 template <class N> INLINE void store_head(const N *from, N *to, int64_t dim) {
     memcpy(to, from, (size_t)dim * sizeof(N));
+}
+INLINE void store_head(const float *from, bf16 *to, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += LANES) store_as(to + d, rounded_in_integers(load(from + d)));
 }
 template <class N> INLINE void store_head(const N *from, Rounded *to, int64_t dim) {
     const float largest = largest_magnitude(from, dim), inverse = MOST_ROUNDED / largest, scale = largest / MOST_ROUNDED;
