@@ -54,6 +54,10 @@ HUB = [  # downloads of models
 TRANSFORMERS = [  # architectures without a family of ours (docs/models/transformers.md)
     "transformers>=5.23,<6",
 ]
+IMAGES = [  # images in requests (docs/models/images.md)
+    *TRANSFORMERS,
+    "pillow>=12,<14",
+]
 CUDA = [  # kernels for GPUs; a torch for CUDA requires its own version of it
     "triton>=3.6,<4; sys_platform == 'linux' and platform_machine in 'x86_64 aarch64'",
 ]
@@ -231,7 +235,8 @@ setup(
         "docs": DOCS,
         "hub": HUB,
         "transformers": TRANSFORMERS,
+        "images": IMAGES,
         "all": GATEWAY + ENGINE + WORKER + HUB,
-        "test": GATEWAY + ENGINE + WORKER + HUB + TRANSFORMERS + CUDA + CLUSTER + DOCS + TEST,
+        "test": GATEWAY + ENGINE + WORKER + HUB + IMAGES + CUDA + CLUSTER + DOCS + TEST,
     },
 )

@@ -78,6 +78,7 @@ class RequestEndings:
         else:
             self._parts.encoding.finish(request)
         self._parts.adapters.remove_user(request)
+        self._parts.images.content.remove_user(request)
         if request in self._aborted:
             self._aborted.remove(request)
             self.freed.setdefault(request.client, []).append(request.number)

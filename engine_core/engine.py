@@ -21,6 +21,9 @@ Its main methods and their results:
                                         commands (`adapters.drain_commands`) must be sent to the
                                         worker before the next plan
     on_adapter_report(AdapterReport) -> (client, AdapterChanged or Refused)
+    attach(digest, tensors, bytes)   keeps the content of an image. `images.drain_commands` must be
+                                        sent to the worker before the next plan
+    on_image_encoded(ImageEncoded)   -> Outputs per client of the requests whose image has failed
 
 `parts.py` builds its parts, `schedule/` decides what each step computes, and every request ends in
 `endings.py`. The engine has no socket and no clock; times are arguments.
@@ -50,7 +53,7 @@ from engine_core.endings import RequestEndings
 from engine_core.grammar.jobs import CompiledGrammar, CompileJob
 from engine_core.grammar.masks import compute_masks
 from engine_core.history.history import TimelineWork
-from engine_core.invariants import check_encoding, check_invariants
+from engine_core.invariants import check_encoding, check_images, check_invariants
 from engine_core.kv.fetches import Fetch, FetchState
 from engine_core.kv.peers import PeerCluster
 from engine_core.kv.transfers import KVCommand
@@ -76,6 +79,7 @@ from engine_core.status import (
 )
 from protocol.config.engine import EngineConfig
 from protocol.engine.adapters import AdapterInfo
+from protocol.engine.attachments import AttachedTensor
 from protocol.engine.kv_events import KVEvent
 from protocol.engine.messages import (
     Accepted,
@@ -93,12 +97,13 @@ from protocol.engine.messages import (
 from protocol.engine.model_card import ModelCard
 from protocol.engine.stats import EngineLoad, EngineStats, WorkerStatus
 from protocol.engine.timeline import AbortReason
-from protocol.wire.errors import Draining, ServingError, StepFailed
+from protocol.wire.errors import Draining, InvalidRequest, ServingError, StepFailed
 from protocol.worker.kv import KVReport
 from protocol.worker.steps import (
     AdapterReport,
     EncodePlan,
     EncodeResult,
+    ImageEncoded,
     Masks,
     StepPlan,
     StepResult,
@@ -161,6 +166,7 @@ class Engine:
         self.speculation = parts.speculation
         self.kv_transfers = parts.kv_transfers
         self.adapters = parts.adapters
+        self.images = parts.images
         self.history = parts.history
         self.endings = RequestEndings(parts)
 
@@ -186,6 +192,26 @@ class Engine:
     def add_encode(self, client: bytes, message: Encode) -> Accepted | Refused:
         """Queue a request that encodes, or refuse it."""
         return self.admission.add_encode(client, message)
+
+    def attach(self, digest: str, tensors: list[AttachedTensor], num_bytes: int) -> None:
+        """Keep the content of an image for the requests that will name its digest. In a replay,
+        `tensors` is empty."""
+        self.images.content.add(digest, tensors, num_bytes)
+
+    def on_image_encoded(self, message: ImageEncoded) -> dict[bytes, Outputs]:
+        """Apply the worker's report on an image. Return the outputs of each client whose requests
+        have failed, because the image could not be encoded."""
+        images = self.images
+        images.on_encoded(message.digest, message.encode_s, has_failed=bool(message.error))
+        outputs: dict[bytes, list[Output]] = {}
+        if message.error:
+            error = InvalidRequest.at("attachments", message.error)
+            users = images.content.users.get(message.digest, set())
+            for request in sorted(users, key=lambda user: user.order):
+                if request.phase is not RequestPhase.FINISHED:
+                    end = self.endings.finish(request, "error", CommittedTokens(error=error))
+                    outputs.setdefault(request.client, []).append(end)
+        return self._messages(0, outputs)
 
     def drain_compile_jobs(self) -> list[CompileJob]:
         """Return the compile jobs added since the last call. The caller must pass the outcome of
@@ -635,6 +661,7 @@ class Engine:
             [each for each in self.open_requests if each.encode is None],
             self.endings.in_flight,
         )
+        check_images(self.images, owners)
         check_encoding(
             self.encoding, [each for each in self.open_requests if each.encode is not None]
         )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from engine_core.blocks.hash import extend_hashes, root_hash
 from engine_core.blocks.prefix_cache import window_keys
 from engine_core.encode.scheduler import MAX_STARTED, EncodeScheduler
+from engine_core.images.rows import ImageRows
 from engine_core.kv.leases import KVLeases
 from engine_core.requests.request import Request, RequestPhase
 from engine_core.schedule.scheduler import Scheduler
@@ -58,6 +59,23 @@ def _check_slots(scheduler: Scheduler, requests: list[Request]) -> None:
     assert sorted(slots, key=str) == sorted(range(scheduler.limits.max_slots), key=str), (
         "a slot is lost or has two owners"
     )
+
+
+def check_images(images: ImageRows, requests: Collection[Request]) -> None:
+    """Raise AssertionError, with a description, if an invariant of the images does not hold.
+
+    requests   the open requests, and the ended ones that still own a slot
+    """
+    content = images.content
+    users: dict[str, set[Request]] = {}
+    for request in requests:
+        for image in request.images:
+            users.setdefault(image.digest, set()).add(request)
+    assert content.users == users, "the users of images are wrong"
+    assert content.num_bytes == sum(each.num_bytes for each in content.held.values())
+    assert content.num_bytes <= content.max_bytes, "too much content of images is held"
+    assert sum(images.kept.values()) <= images.max_rows, "too many rows of images are kept"
+    assert set(images.encoding) <= images.kept.keys(), "an image without room is encoded"
 
 
 def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLeases) -> None:
@@ -148,7 +166,7 @@ def _check_content(scheduler: Scheduler, requests: list[Request]) -> None:
         fresh: list[bytes] = []
         root = roots[request.namespace, request.adapter_digest]
         num_full = min(max(found)[0] + 1, len(request.tokens) // size)
-        extend_hashes(fresh, root, request.tokens, size, num_full)
+        extend_hashes(fresh, root, request.tokens, size, num_full, request.images)
         for index, number, block in found:
             key = fresh[index]
             if number:

@@ -30,6 +30,7 @@ from engine_core.startup import build_engine
 from engine_core.workers.link import WorkerLink
 from engine_core.workers.watch import WorkerWatch
 from protocol.config.engine import EngineConfig
+from protocol.engine.attachments import attached_bytes
 from protocol.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -37,6 +38,7 @@ from protocol.engine.messages import (
     Aborted,
     Accepted,
     Adapters,
+    AttachData,
     Drain,
     Encode,
     EngineStatus,
@@ -69,6 +71,7 @@ from protocol.worker.kv import KVReport
 from protocol.worker.steps import (
     AdapterReport,
     EncodeResult,
+    ImageEncoded,
     StepResult,
     TokenizerRead,
     Traced,
@@ -223,6 +226,9 @@ class EngineLoop:
                     log.info("client %s is %s, pid %d", client.hex(), message.name, message.pid)
                 self._clients.add(client, now, message.name, num_welcomes=message.num_welcomes)
                 self._welcome(client)
+            case AttachData(digest=digest, tensors=tensors):
+                if client in self._clients and self._engine is not None:
+                    self._engine.attach(digest, tensors, attached_bytes(tensors))
             case Generate() | Encode():
                 self._add(client, message)
             case Profile():
@@ -366,6 +372,9 @@ class EngineLoop:
             case KVReport():
                 assert self._engine is not None
                 self._mailbox.send_each(self._engine.on_kv_report(message))
+            case ImageEncoded():
+                assert self._engine is not None
+                self._mailbox.send_each(self._engine.on_image_encoded(message))
             case AdapterReport():
                 assert self._engine is not None
                 client, answer = self._engine.on_adapter_report(message)
@@ -415,6 +424,8 @@ class EngineLoop:
         while True:
             plan = engine.plan()
             self._send_kv_commands(engine)
+            for image_command in engine.images.drain_commands():
+                self._worker.send(image_command)
             if plan is None:
                 break
             self._send_trace_command()

@@ -15,6 +15,8 @@ from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import PrefixCache
 from engine_core.encode.scheduler import EncodeScheduler
 from engine_core.history.history import EngineHistory
+from engine_core.images.content import AttachmentContent
+from engine_core.images.rows import ImageRows
 from engine_core.kv.peers import PeerCluster, Peers
 from engine_core.kv.tiers import TierIndex
 from engine_core.kv.transfers import KVTransfers
@@ -69,6 +71,7 @@ class EngineParts:
     speculation: Speculation
     kv_transfers: KVTransfers
     adapters: AdapterRegistry
+    images: ImageRows
     #: The last steps and requests, for reports. No decision depends on it.
     history: EngineHistory
     #: None: nobody subscribes to changes of the prefix cache.
@@ -92,15 +95,15 @@ def build_parts(
     _check_transfers(config, limits, moves_kv=bool(cluster or tiers))
     speculation = Speculation(config, draft_cost, step_costs)
     hashes = ContentHashes(model.digest, limits.block_tokens)
-    names, size = config.kv_events_namespace, limits.block_tokens
-    cache_events = CacheEvents(names, size) if config.kv_events else None
+    cache_events = _cache_events(config, limits)
     pool = BlockPool(limits.num_blocks, PrefixCache(cache_events, _checkpoints(limits)))
     peers = Peers(config, cluster, hashes, limits)
     throughput = Throughput()
     tier_index = TierIndex(tiers, hashes, limits, throughput, config.kv_load_tokens)
     kv_transfers = KVTransfers(config, pool, peers, tier_index)
-    interval = config.state_interval
-    scheduler = Scheduler(limits, hashes, pool, kv_transfers, speculation, step_costs, interval)
+    images = ImageRows(limits.image_rows, AttachmentContent(config.image_data_mib << 20))
+    shared = hashes, pool, kv_transfers, speculation, images
+    scheduler = Scheduler(limits, *shared, step_costs, config.state_interval)
     encoding = EncodeScheduler(scheduler.fair_share, limits.token_budget)
     open_requests, accounts = OpenRequests(), Accounts()
     clock, deadlines = EngineClock(), Deadlines()
@@ -126,6 +129,7 @@ def build_parts(
         clock=clock,
         deadlines=deadlines,
         adapters=registry,
+        images=images,
     )
     return EngineParts(
         config=config,
@@ -144,9 +148,17 @@ def build_parts(
         speculation=speculation,
         kv_transfers=kv_transfers,
         adapters=registry,
+        images=images,
         history=EngineHistory(clock, limits.max_slots),
         cache_events=cache_events,
     )
+
+
+def _cache_events(config: EngineConfig, limits: Limits) -> CacheEvents | None:
+    """Return the changes of the prefix cache for subscribers; None: there are none."""
+    if not config.kv_events:
+        return None
+    return CacheEvents(config.kv_events_namespace, limits.block_tokens)
 
 
 def _checkpoints(limits: Limits) -> CheckpointPool | None:

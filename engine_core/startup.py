@@ -129,4 +129,5 @@ def _limits(ready: WorkerReady, config: EngineConfig, *, hands_over: bool) -> Li
         max_adapters=ready.max_adapters,
         state_bytes=ready.state_bytes,
         num_checkpoints=ready.num_checkpoints,
+        image_rows=ready.image_rows,
     )

@@ -13,11 +13,17 @@ from math import inf
 
 from engine_core.adapters import AdapterRegistry
 from engine_core.admission.check_encode import check_encode, new_encode_request
-from engine_core.admission.check_generate import check_request, new_request, start_matcher
+from engine_core.admission.check_generate import (
+    check_images,
+    check_request,
+    new_request,
+    start_matcher,
+)
 from engine_core.admission.grammar_cache import CachedGrammar, GrammarCache, account_name
 from engine_core.encode.scheduler import EncodeScheduler
 from engine_core.grammar.jobs import CompiledGrammar, CompileJob
 from engine_core.grammar.matcher import MatcherTemplate
+from engine_core.images.rows import ImageRows
 from engine_core.kv.transfers import KVTransfers
 from engine_core.policy.accounts import MAX_REPEAT_S, Accounts
 from engine_core.policy.deadlines import Deadlines, queue_timeout_error
@@ -71,6 +77,7 @@ class Admission:
         clock: EngineClock,
         deadlines: Deadlines,
         adapters: AdapterRegistry,
+        images: ImageRows,
     ) -> None:
         self.is_draining = False
         self.num_accepted = 0
@@ -90,6 +97,7 @@ class Admission:
         self._clock = clock
         self._deadlines = deadlines
         self._adapters = adapters
+        self._images = images
         self._grammars = GrammarCache()
         self._order = 0
 
@@ -154,6 +162,7 @@ class Admission:
                 self._open.remove(request)
                 self._deadlines.remove(request)
                 self._adapters.remove_user(request)
+                self._images.content.remove_user(request)
                 request.move(RequestEvent.FINISH)
                 replies.append((request.client, self._refuse(request.number, error)))
             else:
@@ -182,6 +191,7 @@ class Admission:
             self._open.add(request)
             self._deadlines.add(request)
             self._adapters.add_user(request)
+            self._images.content.add_user(request)
             return None
         self._start_matcher(request, digest, template)
         return self._accept(request)
@@ -198,6 +208,7 @@ class Admission:
         self._open.add(request)
         self._deadlines.add(request)
         self._adapters.add_user(request)
+        self._images.content.add_user(request)
         self._waiting.push(request)
         self.num_accepted += 1
         if request.adapter is not None:
@@ -252,6 +263,9 @@ class Admission:
         self._kv_transfers.check(message)
         prompt = message.prompt.tolist()
         check_request(prompt, message, self._model, self._limits)
+        if message.attachments:
+            check_images(message, prompt, self._model, self._limits)
+            self._images.content.check(message.attachments)
         is_new = message.answer is None
         if message.account is not None and is_new:
             num_open = self._open.num_for_account(message.account.name)

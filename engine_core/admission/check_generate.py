@@ -30,6 +30,25 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
         _check_answer(message.answer.tolist(), message, model, longest - len(prompt))
 
 
+def check_images(message: Generate, prompt: list[int], model: ModelCard, limits: Limits) -> None:
+    """Raise InvalidRequest if the model reads no images, if an image has more rows than there is
+    memory for, or if a position of an image does not have the id of the placeholder."""
+    if model.images is None or model.images.reason or not limits.image_rows:
+        why = "" if model.images is None else model.images.reason
+        raise InvalidRequest.at("attachments", why or f"{model.name} reads no images")
+    for number, image in enumerate(message.attachments):
+        path = f"attachments[{number}]"
+        if image.num_tokens > limits.image_rows:
+            raise InvalidRequest.at(
+                path, f"{image.num_tokens:,} tokens exceed the {limits.image_rows:,} of one image"
+            )
+        for first, count in image.runs:
+            if prompt[first : first + count] != [model.images.token_id] * count:
+                raise InvalidRequest.at(
+                    path, f"positions {first} to {first + count - 1} are not all placeholders"
+                )
+
+
 def _check_answer(tokens: list[int], message: Generate, model: ModelCard, room: int) -> None:
     """Raise InvalidRequest if these tokens cannot be the start of the answer to `message`.
 
@@ -105,6 +124,7 @@ def new_request(
         adapter=adapter,
         labels=tuple(dict.fromkeys(message.labels)),
         account=message.account,
+        images=tuple(image for image in message.attachments if image.first < len(prompt)),
         stage_timer=stage_timer,
     )
 

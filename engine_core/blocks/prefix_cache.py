@@ -287,4 +287,5 @@ class Prefixes:
             request.tokens,
             num_blocks,
             request.adapter_digest,
+            request.images,
         )

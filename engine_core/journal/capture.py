@@ -9,6 +9,7 @@ from engine_core.admission.admission import Admission
 from engine_core.blocks.pool import BlockPool
 from engine_core.encode.scheduler import EncodeScheduler
 from engine_core.engine import Engine
+from engine_core.images.rows import ImageRows
 from engine_core.journal.snapshot import (
     ADAPTER_FIELDS,
     COPIED,
@@ -23,6 +24,7 @@ from engine_core.journal.snapshot import (
     EngineSnapshot,
     FairShareSnapshot,
     FetchSnapshot,
+    ImagesSnapshot,
     KVSnapshot,
     PendingGrammarSnapshot,
     RequestSnapshot,
@@ -84,6 +86,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
             model_tally=engine.speculation._model_tally,
             num_started=engine.speculation._num_started,
         ),
+        images=_from_images(engine.images),
         adapters=[
             AdapterSnapshot(**{name: getattr(adapter, name) for name in ADAPTER_FIELDS})
             for adapter in adapters
@@ -109,6 +112,20 @@ def _from_request(
             spent=timer._spent,
             has_token=timer._has_token,
         ),
+    )
+
+
+def _from_images(images: ImageRows) -> ImagesSnapshot:
+    content = images.content
+    return ImagesSnapshot(
+        held={digest: (each.num_bytes, each.num_rows) for digest, each in content.held.items()},
+        rejected=list(content.rejected),
+        kept=images.kept,
+        encoding=images.encoding,
+        num_encoded=images.num_encoded,
+        num_encoded_rows=images.num_encoded_rows,
+        num_hits=images.num_hits,
+        encode_s=images.encode_s,
     )
 
 

@@ -34,12 +34,14 @@ from engine_core.journal.records import (
     AdapterReportRecord,
     AddEncodeRecord,
     AddRecord,
+    AttachRecord,
     CallRecord,
     ClientLostRecord,
     CommitEncodedRecord,
     CommitRecord,
     DrainRecord,
     GrammarRecord,
+    ImageEncodedRecord,
     KVReportRecord,
     LoadAdapterRecord,
     MasksRecord,
@@ -53,6 +55,7 @@ from engine_core.journal.records import (
 )
 from protocol.config.engine import EngineConfig
 from protocol.engine.adapters import AdapterInfo
+from protocol.engine.attachments import AttachedTensor
 from protocol.engine.grammar import Grammar
 from protocol.engine.messages import (
     Accepted,
@@ -109,6 +112,7 @@ class RecordedEngine(Engine):
     load_adapter = recorded(LoadAdapterRecord)
     unload_adapter = recorded(UnloadAdapterRecord)
     on_adapter_report = recorded(AdapterReportRecord)
+    on_image_encoded = recorded(ImageEncodedRecord)
 
     def __init__(
         self,
@@ -223,6 +227,10 @@ class RecordedEngine(Engine):
         return self._call(
             AddRecord(client, message, self._drawn), partial(super().add, client, message)
         )
+
+    def attach(self, digest: str, tensors: list[AttachedTensor], num_bytes: int) -> None:
+        record = AttachRecord(digest, num_bytes)
+        self._call(record, partial(super().attach, digest, tensors, num_bytes))
 
     def on_grammar_compiled(
         self, compiled: CompiledGrammar

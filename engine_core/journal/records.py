@@ -26,11 +26,12 @@ from protocol.worker.steps import (
     AdapterReport,
     EncodePlan,
     EncodeResult,
+    ImageEncoded,
     StepPlan,
     StepResult,
 )
 
-FORMAT = 13
+FORMAT = 14
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
 DIGEST_BYTES = 8
 RAISED = b"raised"
@@ -255,6 +256,24 @@ class AdapterReportRecord(CallRecord, frozen=True, tag="adapted"):
     method: ClassVar[str] = "on_adapter_report"
 
 
+class AttachRecord(CallRecord, frozen=True, tag="attached"):
+    """A client sent the content of an image. A journal has its size only."""
+
+    digest: str
+    num_bytes: int
+    method: ClassVar[str] = "attach"
+
+    def _arguments(self) -> list[Any]:
+        return [self.digest, [], self.num_bytes]
+
+
+class ImageEncodedRecord(CallRecord, frozen=True, tag="encodedimage"):
+    """The worker has encoded an image, or could not."""
+
+    message: ImageEncoded
+    method: ClassVar[str] = "on_image_encoded"
+
+
 class FullRecord(JournalRecord, frozen=True, kw_only=True, tag="full"):
     """The last record of a file that became full before the next file could be started."""
 
@@ -279,6 +298,8 @@ AnyRecord = (
     | LoadAdapterRecord
     | UnloadAdapterRecord
     | AdapterReportRecord
+    | AttachRecord
+    | ImageEncodedRecord
     | FullRecord
 )
 

@@ -157,6 +157,7 @@ class _ReplayedEngine:
                 self._worker.send(command)
         self.engine.drain_kv_commands()
         self.engine.drain_kv_events()
+        self.engine.images.drain_commands()
         self.engine.pop_freed()
 
     def _restore(self, record: SnapshotRecord) -> None:

@@ -19,6 +19,7 @@ from engine_core.blocks.pool import BlockPool
 from engine_core.encode.scheduler import EncodeScheduler, EncodeStep
 from engine_core.engine import Engine
 from engine_core.grammar.matcher import Matcher, MatcherTemplate
+from engine_core.images.rows import ImageRows
 from engine_core.journal.snapshot import (
     ADAPTER_FIELDS,
     COPIED,
@@ -28,6 +29,7 @@ from engine_core.journal.snapshot import (
     EncodingSnapshot,
     EngineSnapshot,
     FairShareSnapshot,
+    ImagesSnapshot,
     KVSnapshot,
     RequestSnapshot,
     SchedulerSnapshot,
@@ -81,8 +83,10 @@ def restore_snapshot(engine: Engine, snapshot: EngineSnapshot, find: FindTemplat
     ]
     engine.adapters._generations = snapshot.adapter_generations
     requests = [_to_request(each, engine, snapshot.usages, find) for each in snapshot.requests]
+    _restore_images(engine.images, snapshot.images)
     for request in requests:
         engine.adapters.add_user(request)
+        engine.images.content.add_user(request)
     for request in requests[: snapshot.num_open]:
         engine.open_requests.add(request)
         engine.deadlines.add(request)
@@ -116,6 +120,16 @@ def _to_request(
     if part.drafting is not None:
         request.drafting = _to_drafting(part.drafting, tokens, engine.speculation)
     return request
+
+
+def _restore_images(images: ImageRows, part: ImagesSnapshot) -> None:
+    for digest, (num_bytes, num_rows) in part.held.items():
+        images.content.add(digest, [], num_bytes)
+        images.content.held[digest].num_rows = num_rows
+    images.content.rejected = dict.fromkeys(part.rejected)
+    images.kept, images.encoding = part.kept, part.encoding
+    images.num_encoded, images.num_encoded_rows = part.num_encoded, part.num_encoded_rows
+    images.num_hits, images.encode_s = part.num_hits, part.encode_s
 
 
 def _matcher(template: MatcherTemplate, answer: Iterable[int]) -> Matcher:

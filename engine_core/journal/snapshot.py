@@ -25,6 +25,7 @@ from engine_core.requests.encode_progress import EncodeProgress
 from engine_core.requests.request import AccountUsage, RequestPhase
 from engine_core.requests.stage_timer import RequestStage
 from engine_core.speculation.overhead import StepTimes
+from protocol.engine.attachments import Attachment
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import Account
 from protocol.engine.sampling import SamplingParams
@@ -115,11 +116,26 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     has_matcher: bool
     labels: tuple[str, ...]
     account: Account | None
+    images: tuple[Attachment, ...]
     drafting: DraftingSnapshot | None
     num_drafts: int
     num_accepted: int
     encode: EncodeProgress | None
     stage_timer: StageSnapshot
+
+
+class ImagesSnapshot(SnapshotPart, frozen=True, kw_only=True):
+    """The state of `ImageRows` and its `AttachmentContent`, without the content itself."""
+
+    #: Digest -> size in bytes, and number of rows.
+    held: dict[str, tuple[int, int]]
+    rejected: list[str]
+    kept: dict[str, int]
+    encoding: list[str]
+    num_encoded: int
+    num_encoded_rows: int
+    num_hits: int
+    encode_s: float
 
 
 class StepSnapshot(SnapshotPart, frozen=True, kw_only=True):
@@ -342,6 +358,8 @@ class EngineSnapshot(SnapshotPart, frozen=True, kw_only=True):
     kv: KVSnapshot
     #: Measured overhead and acceptance of drafts.
     speculation: SpeculationSnapshot
+    #: The images of the requests, and the rows that the worker has.
+    images: ImagesSnapshot
     #: The LoRA adapters that own a row of the worker's table.
     adapters: list[AdapterSnapshot]
     #: Generation of each row of that table.

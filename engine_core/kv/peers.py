@@ -145,6 +145,7 @@ class Peers:
             request.tokens,
             num_tokens,
             request.adapter_digest,
+            request.images,
         )
 
     def _require_endpoint(self) -> tuple[Seal, KVEndpoint, str]:

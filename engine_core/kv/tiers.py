@@ -161,7 +161,12 @@ class TierIndex:
             return None
         usable = (len(request.tokens) - 1) // self._block_tokens
         self._hashes.extend(
-            request.hashes, request.namespace, request.tokens, usable, request.adapter_digest
+            request.hashes,
+            request.namespace,
+            request.tokens,
+            usable,
+            request.adapter_digest,
+            request.images,
         )
         found = list(takewhile(self._is_stored, request.hashes[num_blocks:usable]))
         while self._has_state and found and not self._is_stored(state_key(found[-1])):

@@ -20,6 +20,7 @@ from engine_core.requests.drafting import RequestDrafting
 from engine_core.requests.encode_progress import EncodeProgress
 from engine_core.requests.kv_handle import Handle
 from engine_core.requests.stage_timer import EngineClock, RequestStage, StageTimer
+from protocol.engine.attachments import Attachment
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import Account
 from protocol.engine.sampling import SamplingParams
@@ -221,6 +222,8 @@ class Request:
     account: Account | None = None
     #: Drafter and acceptance rates; None if the request gets no drafts.
     drafting: RequestDrafting | None = None
+    #: The images in the prompt, in the order of their positions.
+    images: tuple[Attachment, ...] = ()
     #: Total number of drafts that were verified for the request.
     num_drafts: int = 0
     #: How many of `num_drafts` became part of the answer.

@@ -93,6 +93,13 @@ class Checkpointing:
         if number:
             step.reads.append(number)
 
+    def keep_read(self, request: Request, step: Schedule) -> None:
+        """Let a request that is bound later keep the checkpoint that it would start with in
+        `step`."""
+        request.kept_checkpoint = step.checkpoints.pop(request)
+        if request.kept_checkpoint:
+            self.pool.share(request.kept_checkpoint)
+
     def num_uncovered(self, request: Request) -> int:
         """Return how many tokens of an admitted request must be computed although their K/V was
         cached, because no checkpoint follows them."""
@@ -215,9 +222,7 @@ class Checkpointing:
         """Return a checkpoint for the state after the first `num_tokens` positions of a request,
         which a fetch will fill; see `can_fetch`. The request keeps the one that it would start with
         in `step`, in case the fetch fails."""
-        request.kept_checkpoint = step.checkpoints.pop(request)
-        if request.kept_checkpoint:
-            self.pool.share(request.kept_checkpoint)
+        self.keep_read(request, step)
         number = self.pool.allocate(max_held=self.pool.total)
         assert number is not None
         request.checkpoints[num_tokens] = number

@@ -26,7 +26,9 @@ one.
 
 If more of a newcomer's K/V can be fetched (kv/) than is in the prefix cache, the newcomer gets its
 slot and blocks and becomes FETCHING. It then waits in `unbound`, is in no plan and is never
-preempted. When the fetch is over, it is bound with its first plan, like any newcomer.
+preempted. When the fetch is over, it is bound with its first plan, like any newcomer. A newcomer
+whose next position is that of an image waits in the same way, until the worker has encoded the
+image (images/).
 
 The rest of the budget goes to drafts (drafting.py).
 
@@ -43,6 +45,7 @@ from itertools import chain
 from engine_core.blocks.hash import ContentHashes
 from engine_core.blocks.pool import BlockPool
 from engine_core.blocks.prefix_cache import Prefixes
+from engine_core.images.rows import ImageRows
 from engine_core.kv.fetches import Match
 from engine_core.kv.transfers import KVTransfers
 from engine_core.policy.fair_share import (
@@ -79,6 +82,7 @@ class Scheduler:
         pool: BlockPool,
         kv_transfers: KVTransfers,
         speculation: Speculation,
+        images: ImageRows,
         step_costs: Sequence[tuple[int, float]] = (),
         state_interval: int = 0,
     ) -> None:
@@ -105,6 +109,7 @@ class Scheduler:
             else Checkpointing(limits, state_interval, pool, self.prefixes, kv_transfers)
         )
         self._kv_transfers = kv_transfers
+        self._images = images
         self._drafts = DraftPlanning(limits, self.tables, speculation)
         #: Each running request needs at least one token of the budget per step.
         self._max_running = min(limits.max_slots, limits.token_budget)
@@ -129,7 +134,7 @@ class Scheduler:
 
     def can_continue(self) -> bool:
         """Return whether the next step can be planned without preemption."""
-        return self.tables.can_grow(self.running) and not self._fair_share_victims()
+        return self.tables.can_grow(self._able_to_run()) and not self._fair_share_victims()
 
     def schedule(self, *, is_shared: bool = False) -> Schedule:
         """Decide one step, and allocate the slots and blocks that it needs.
@@ -163,6 +168,8 @@ class Scheduler:
             self.checkpointing.plan_saves(step)
         if self.tables.frees_blocks:
             self.tables.plan_passed(step)
+        if self._images.content.users:
+            self._images.encode_next([*self.running, *self.unbound])
         prompts = chain(prefills, step.admitted) if prefills or step.admitted else ()
         left = sum([request.num_uncomputed for request in prompts])
         self.num_prefill_tokens = max(0, left - sum([count for _, count in step.chunks]))
@@ -223,12 +230,14 @@ class Scheduler:
         First, each running request that lacks a block for its next token gets one. If blocks run
         out, leases yield or the youngest requests are preempted.
         """
-        if self.tables.can_grow(self.running):
-            self.tables.grow_all(self.tables.growing(self.running), step)
+        able = self._able_to_run()
+        if self.tables.can_grow(able):
+            self.tables.grow_all(self.tables.growing(able), step)
         else:
-            for request in list(self.running):
-                self._ensure_block(request, step)
-        running = running_column(self.running)
+            for request in list(able):
+                if request.phase is RequestPhase.RUNNING:
+                    self._ensure_block(request, step)
+        running = running_column(able)
         counts = uncomputed_column(running)
         if counts.count(1) == len(counts):
             step.decodes, prefills = running, []
@@ -237,6 +246,12 @@ class Scheduler:
             prefills = [r for r, count in zip(running, counts, strict=True) if count > 1]
         step.budget -= len(step.decodes)
         return prefills
+
+    def _able_to_run(self) -> list[Request]:
+        """Return the requests of `running` whose next position does not wait for an image."""
+        if not self._images.content.users:
+            return self.running
+        return [request for request in self.running if not self._images.is_held_back(request)]
 
     def _schedule_prefills(
         self, step: Schedule, prefills: Sequence[Request], *, may_admit: bool, reserved: int
@@ -261,6 +276,8 @@ class Scheduler:
 
     def _schedule_tokens(self, request: Request, step: Schedule) -> None:
         count = min(request.num_uncomputed, step.budget)
+        if request.images:
+            count = min(count, self._images.num_computable(request) - request.num_scheduled)
         covered = self.tables.grow_if_free(request, request.num_scheduled + count, step)
         count = min(count, covered - request.num_scheduled)
         if count < request.num_uncomputed:
@@ -344,10 +361,13 @@ class Scheduler:
             self.fair_share.on_scheduled(request.account_usage)
             self.waiting.remove(request)
             self.slots.allocate(request)
-            if match is None:
-                self._bind(request, step)
-            else:
+            self._images.on_admitted(request)
+            if match is not None:
                 self._fetch(request, match, step)
+            elif self._images.is_held_back(request):
+                self._await_image(request, step)
+            else:
+                self._bind(request, step)
 
     @property
     def _has_slot(self) -> bool:
@@ -384,12 +404,24 @@ class Scheduler:
         blocks = request.blocks[first : first + match.num_blocks]
         self._kv_transfers.start_fetch(request, match, blocks, checkpoint)
 
+    def _await_image(self, request: Request, step: Schedule) -> None:
+        """Let a request with a slot wait in `unbound` for the image at its first position."""
+        request.move(RequestEvent.FETCH)
+        request.move(RequestEvent.ARRIVE)
+        self.unbound.append(request)
+        if self.checkpointing is not None:
+            self.checkpointing.keep_read(request, step)
+
     def _bind_fetched(self, step: Schedule, max_tokens: int) -> None:
         """Bind the READY requests that have at most `max_tokens` tokens left to compute."""
         for request in list(self.unbound):
             if step.budget == 0:
                 return
-            if request.phase is RequestPhase.READY and request.num_uncomputed <= max_tokens:
+            if (
+                request.phase is RequestPhase.READY
+                and request.num_uncomputed <= max_tokens
+                and not self._images.is_held_back(request)
+            ):
                 self.unbound.remove(request)
                 if self.checkpointing is not None:
                     self.checkpointing.read_kept(request, step)

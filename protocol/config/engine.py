@@ -203,6 +203,15 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         about("largest size of one journal file; the newest four files are kept", ge=1, le=1 << 20),
     ] = 256
 
+    image_data_mib: Annotated[
+        int,
+        about(
+            "memory for the pixels of images that open requests need, and of recent ones",
+            ge=1,
+            le=1 << 20,
+        ),
+    ] = 512
+
     def __post_init__(self) -> None:
         if self.journal and self.cluster_key:
             raise ValueError("journal cannot be used in a cluster or with --split")

@@ -252,6 +252,15 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         ),
     ] = "off"
 
+    image_cache_mib: Annotated[
+        int,
+        about(
+            "memory for encoded images, which a later turn of a chat finds again; an image that "
+            "does not fit into it is refused",
+            ge=1,
+            le=1 << 20,
+        ),
+    ] = 256
     kv_host_gib: Annotated[
         float,
         about(

@@ -18,6 +18,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_adapters most LoRA adapters that can be loaded at the same time; 0: the engine has none
     state_bytes  bytes of a request's recurrent state; 0: the model has none. `num_checkpoints` can
                  hold one each
+    image_rows   rows of images that the worker can keep, and so the most of one image; 0: this
+                 engine computes no images
     """
 
     max_len: int
@@ -32,3 +34,4 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_adapters: int = 0
     state_bytes: int = 0
     num_checkpoints: int = 0
+    image_rows: int = 0

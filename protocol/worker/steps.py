@@ -17,6 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from protocol.engine.adapters import AdapterInfo
+from protocol.engine.attachments import AttachedTensor, Attachment, Digest
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.kv_window import KVGroups
 from protocol.engine.messages import Message
@@ -83,6 +84,9 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     #: Id of the checkpoint with the recurrent state after the first `num_computed` positions.
     #: NO_CHECKPOINT: `num_computed` is 0, or the model has no recurrent state.
     checkpoint: int = NO_CHECKPOINT
+    #: The images in the prompt. The worker puts their rows in place of the embeddings of their
+    #: positions. It has the rows of all images that a plan computes positions of.
+    images: list[Attachment] = []
 
 
 class SlotRelease(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +167,23 @@ class EncodePlan(Message, frozen=True, kw_only=True):
 
     step: int
     inputs: EncodeInputs
+
+
+class EncodeImage(Message, frozen=True, kw_only=True):
+    """Engine -> worker. Encode an image beside the steps, and keep its rows until DropImages names
+    it. The worker answers with ImageEncoded, in the order of these messages. A plan may compute
+    positions of the image after that."""
+
+    digest: Digest
+    tensors: list[AttachedTensor]
+    #: Number of rows that the requests expect. Another number is an error.
+    num_rows: int
+
+
+class DropImages(Message, frozen=True, kw_only=True):
+    """Engine -> worker. Free the rows of these images. No later plan uses them."""
+
+    digests: list[Digest]
 
 
 class Masks(Message, frozen=True, kw_only=True):
@@ -246,6 +267,18 @@ class EncodeResult(Message, frozen=True, kw_only=True):
     failed: Int32
     #: Seconds of computation, for the statistics.
     compute_s: float = 0.0
+
+
+class ImageEncoded(Message, frozen=True, kw_only=True):
+    """Worker -> engine, answering EncodeImage.
+
+    encode_s  seconds of computation
+    error     why the image could not be encoded; "": it was. The worker keeps no rows of it
+    """
+
+    digest: Digest
+    encode_s: float = 0.0
+    error: str = ""
 
 
 class TokenizerRead(Message, frozen=True, kw_only=True):
@@ -334,6 +367,8 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     #: Number of checkpoints, each of which can hold one such state. 0: there is no memory for them,
     #: so that prefixes cannot be shared.
     num_checkpoints: int = 0
+    #: Number of rows of images that there is memory for; 0: the worker encodes no images.
+    image_rows: int = 0
 
 
 class RankDigest(Message, frozen=True, kw_only=True):
@@ -420,6 +455,8 @@ class Stop(Message, frozen=True, kw_only=True):
 ToWorker = (
     StepPlan
     | EncodePlan
+    | EncodeImage
+    | DropImages
     | Masks
     | KVExport
     | KVWithdraw
@@ -441,6 +478,7 @@ FromWorker = (
     | WorkerReady
     | StepResult
     | EncodeResult
+    | ImageEncoded
     | RankDigest
     | KVReport
     | AdapterReport

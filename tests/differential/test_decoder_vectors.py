@@ -90,7 +90,7 @@ def test_an_embedding_model_without_its_head_only_encodes(tmp_path: Path) -> Non
     write_directory(tmp_path, model)
     model.base_model.save_pretrained(tmp_path)
     write_modules(tmp_path, "last", hidden=96, max_tokens=100)
-    runner, encoder, ready, _ = assembled(tmp_path)
+    runner, encoder, ready, *_ = assembled(tmp_path)
     assert runner is None
     assert encoder is not None
     assert not ready.model.generates
@@ -112,7 +112,7 @@ def test_an_input_longer_than_the_token_budget_is_computed(tmp_path: Path) -> No
 
 def test_a_chat_model_has_no_vectors_unless_asked(tmp_path: Path) -> None:
     write_directory(tmp_path, random_model("llama"))
-    runner, encoder, ready, _ = assembled(tmp_path)
+    runner, encoder, ready, *_ = assembled(tmp_path)
     assert runner is not None
     assert encoder is None
     assert ready.model.encoding is None

@@ -14,6 +14,7 @@ from tests.support.examples import examples
 from tests.support.storm import (
     SPECULATING,
     AdapterStorm,
+    ImageStorm,
     RequestStorm,
     SmallCacheStorm,
     StateStorm,
@@ -117,6 +118,34 @@ def test_every_row_continues_the_right_state_beside_layers_with_a_window(
     storm.check()
     if storm.bench.limits.prefix_cache:
         assert storm.bench.engine.stats().num_cached_tokens > 50
+
+
+# ---- images
+@pytest.mark.parametrize("seed", [1, 3, 4, 5, 105, 205, 303])
+def test_every_answer_is_about_the_images_of_its_own_prompt(seed: int) -> None:
+    storm = ImageStorm(seed)
+    for _ in range(OPERATIONS):
+        storm.operate()
+    storm.finish_all()
+    storm.check()
+    images, stats = storm.bench.engine.images, storm.bench.engine.stats()
+    assert not images.content.users
+    assert storm.num_failed > 2
+    assert images.num_hits > 5
+    assert images.num_encoded == storm.bench.worker.echo_images.num_encoded > 20
+    assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
+    if seed % 2:
+        assert stats.num_cached_tokens > 10
+
+
+@pytest.mark.parametrize("seed", [3, 9, 107])
+def test_images_do_not_mix_up_recurrent_states(seed: int) -> None:
+    storm = ImageStorm(seed, state_bytes=8, num_checkpoints=8, state_interval=16)
+    for _ in range(OPERATIONS):
+        storm.operate()
+    storm.finish_all()
+    storm.check()
+    assert storm.bench.engine.stats().num_cached_tokens > 10
 
 
 # ---- tiers

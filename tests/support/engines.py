@@ -25,6 +25,7 @@ from engine_core.grammar.jobs import CompiledGrammar, CompileJob
 from engine_core.grammar.matcher import MatcherTemplate
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
+from protocol.engine.attachments import Attachment
 from protocol.engine.encoding import EncodeInputs, EncodingCard
 from protocol.engine.grammar import Body, Grammar
 from protocol.engine.kv_window import KVGroups, max_request_tokens
@@ -57,6 +58,7 @@ from protocol.worker.steps import (
     StepResult,
 )
 from tests.support.echo_adapters import ROOT, EchoAdapters, adapter_info
+from tests.support.echo_images import EchoImages, echo_images_card, with_rows
 from tests.support.grammars import signs_tokenizer
 from tests.support.handover import ClusterMember, EchoMover
 from tests.support.tiers import EchoTiers
@@ -68,6 +70,7 @@ GUESSED = -1
 """An entry of a head that it has made of its own guess, and not of a known token."""
 MAX_INPUT, ECHO_SIZE = 40, 3
 """Most tokens of an input, and numbers in its result, of a model that encodes."""
+ECHO_ROW_BYTES = 30_000
 FAILING_SUM = 13
 """The echo model fails to encode an input whose tokens add up to this."""
 
@@ -165,6 +168,7 @@ class EchoWorker:
     row_ends: dict[int, int] = field(default_factory=dict)
     states: dict[int, tuple[int, ...]] = field(default_factory=dict)
     checkpoints: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    echo_images: EchoImages = field(default_factory=EchoImages)
     _possible: list[list[int] | None] = field(default_factory=list)
 
     @property
@@ -186,7 +190,7 @@ class EchoWorker:
             assert init.slot not in self.bound, "a slot was bound twice"
             assert init.generation > self.generations.get(init.slot, 0), "a generation came twice"
             self.bound[init.slot] = self.generations[init.slot] = init.generation
-            self.tokens[init.slot] = init.tokens.tolist()
+            self.tokens[init.slot] = with_rows(init.tokens.tolist(), init.images)
             self.tables[init.slot] = init.blocks.tolist()
             self.seeds[init.slot] = init.seed
             self.head_starts[init.slot] = self.head_ends[init.slot] = init.num_computed
@@ -383,7 +387,8 @@ class EchoWorker:
             assert init.checkpoint == NO_CHECKPOINT, "no checkpoint is needed"
             return ()
         state = self.checkpoints[init.checkpoint]
-        assert state == tuple(init.tokens.tolist()[: init.num_computed]), "another's checkpoint"
+        seen = with_rows(init.tokens.tolist(), init.images)[: init.num_computed]
+        assert state == tuple(seen), "another's checkpoint"
         return state
 
     def _save_states(self, plan: StepPlan) -> None:
@@ -521,6 +526,7 @@ class Bench:
         tiers: Sequence[str] = (),
         adapters: Sequence[str] = (),
         max_adapters: int = 0,
+        image_rows: int = 0,
         checks: bool = True,
         draw_seed: Callable[[], int] = lambda: 0,
         **config: Any,
@@ -533,6 +539,7 @@ class Bench:
         tiers        names of the worker's K/V tiers
         adapters     names of the LoRA adapters that the worker has loaded
         max_adapters rows of its table; 0: it has no adapters
+        image_rows   rows of images that it can keep; 0: it reads no images
         checks       whether to check the engine's invariants
         config       further fields of EngineConfig
         """
@@ -554,6 +561,7 @@ class Bench:
             max_adapters=max_adapters,
             state_bytes=state_bytes,
             num_checkpoints=num_checkpoints,
+            image_rows=image_rows,
         )
         self.config = EngineConfig(
             worker=WorkerConfig(
@@ -569,7 +577,7 @@ class Bench:
         )
         self.engine = Engine(
             self.config,
-            a_card(),
+            a_card(images=echo_images_card() if image_rows else None),
             self.limits,
             draft_cost=draft_cost,
             step_costs=step_costs,
@@ -627,6 +635,7 @@ class Bench:
         answer: list[int] | None = None,
         adapter: str = "",
         adapter_digest: str = "",
+        attachments: Sequence[Attachment] = (),
         **params: Any,
     ) -> int | Refused:
         """Add a request. Return its number, or the refusal. A new grammar waits for `compile`."""
@@ -648,6 +657,7 @@ class Bench:
             answer=None if answer is None else Int32.of(answer),
             adapter=adapter,
             adapter_digest=adapter_digest,
+            attachments=list(attachments),
         )
         reply = self.engine.add(client, message)
         self.jobs += self.engine.drain_compile_jobs()
@@ -729,6 +739,7 @@ class Bench:
         self.adapters.commands += self.engine.adapters.drain_commands()
         plan = self.engine.plan()
         self.send_kv_commands()
+        self.worker.echo_images.apply(self.engine.images.drain_commands(), plan)
         if plan is not None:
             if isinstance(plan, StepPlan):
                 self.adapters.check(plan)
@@ -738,6 +749,23 @@ class Bench:
                 self.masks = self.engine.masks()
         self.check()
         return plan
+
+    def attach(self, *images: Attachment) -> None:
+        """Send the content of these images, of ECHO_ROW_BYTES for each row."""
+        for image in images:
+            self.engine.attach(image.digest, [], image.num_tokens * ECHO_ROW_BYTES)
+        self.check()
+
+    def encode_image(self, error: str = "") -> bool:
+        """Let the worker encode the next image, or fail with `error`. Return False if there is
+        none."""
+        report = self.worker.echo_images.encode_next(error)
+        if report is None:
+            return False
+        for client, outputs in self.engine.on_image_encoded(report).items():
+            self._keep(client, outputs.outputs)
+        self.check()
+        return True
 
     def finish(self, elapsed_s: float = 0.01) -> None:
         """Let the worker execute the oldest plan in flight, and commit its result."""
@@ -824,7 +852,7 @@ class Bench:
         while self.plan() is not None:
             pass
         if not self.in_flight:
-            return None
+            return {} if self.encode_image() else None
         plan = self.in_flight[0]
         self.finish()
         if isinstance(plan, EncodePlan):

@@ -43,6 +43,7 @@ TENSORS = [
     for dtype, size in ITEM_BYTES.items()
 ]
 BY_HAND: dict[type, Any] = {
+    AttachedTensor: TENSORS[0],
     messages.AttachData: messages.AttachData(digest=attachment_digest(TENSORS), tensors=TENSORS),
     Attachment: Attachment(digest="0f" * 32, kind="image", runs=[(0, 2)], grid=(1, 2, 1)),
     EncodeInputs: EncodeInputs(
@@ -118,6 +119,8 @@ def _scalar(kind: inspect.Type, path: str) -> Any:
         case inspect.FloatType(ge=least, gt=above, le=most):
             start, end = least or above or 0.0, 64.0 if most is None else most
             return start + (end - start) * (number % 31 + 1) / 64
+        case inspect.StrType(pattern=str()):  # the only pattern is that of a digest
+            return f"{number:08x}" * 8
         case inspect.StrType():
             return f"{path.rpartition('.')[2]} {number % 90}"
         case inspect.BytesType():

@@ -13,9 +13,11 @@ import random
 import re
 from typing import Any
 
+from protocol.engine.attachments import Attachment
 from protocol.engine.grammar import Body, ChoiceGrammar, Regex
 from protocol.engine.kv_window import KVGroups, max_live_blocks, num_column_blocks
 from protocol.engine.messages import Account, Refused
+from tests.support.echo_images import PLACEHOLDER, image_of, with_rows
 from tests.support.engines import (
     FAILING_SUM,
     MAX_INPUT,
@@ -60,6 +62,7 @@ class RequestStorm:
     """Random operations of several clients.
 
     asked         (client, number) -> (prompt, max_tokens, seed) of all accepted requests
+    shown         (client, number) -> the images of their prompts
     constrained   (client, number) -> (grammar, patterns), as in GRAMMARS
     dropped       requests whose client was lost
     refused       number of refused requests
@@ -88,6 +91,7 @@ class RequestStorm:
         }
         self.bench = Bench(place=place, **(options | config))
         self.asked: dict[tuple[bytes, int], tuple[list[int], int, int]] = {}
+        self.shown: dict[tuple[bytes, int], list[Attachment]] = {}
         self.constrained: dict[tuple[bytes, int], tuple[Body, str, str]] = {}
         self.dropped: set[tuple[bytes, int]] = set()
         self.refused = 0
@@ -128,18 +132,24 @@ class RequestStorm:
             labels=self.random.choices(LABELS, k=self.random.randrange(3)),
             account=self.random.choice(ACCOUNTS),
             adapter=self.adapter(),
+            attachments=(images := self.images(prompt)),
         )
         self.bench.check()
         if isinstance(number, Refused):
             self.refused += 1
             return
         self.asked[client, number] = (prompt, max_tokens, seed)
+        self.shown[client, number] = images
         if grammar is not None:
             self.constrained[client, number] = grammar
 
     def adapter(self) -> str:
         """Return the name of the LoRA adapter of a new request; "": none."""
         return ""
+
+    def images(self, prompt: list[int]) -> list[Attachment]:
+        """Return the images of a new request with this prompt."""
+        return []
 
     def grammar(self) -> tuple[Body, str, str]:
         """Return a grammar with its patterns, as in GRAMMARS: usually a known one, sometimes a new
@@ -222,16 +232,23 @@ class RequestStorm:
             _check_text(text_of(tokens), finish, *self.constrained[client, number])
             if finish == "stop":
                 self.alone += 1
-                body, _, _ = self.constrained[client, number]
-                assert tokens == self._alone(prompt, body, max_tokens, seed)
+                assert tokens == self._alone(client, number)
         else:
-            _check_tokens(self.sample, prompt, tokens, seed)
+            seen = with_rows(prompt, self.shown[client, number])
+            _check_tokens(self.sample, seen, tokens, seed)
         if finish == "length":
             assert len(tokens) == min(max_tokens, bench.limits.max_len - len(prompt))
 
-    def _alone(self, prompt: list[int], body: Body, max_tokens: int, seed: int) -> list[int]:
-        fresh = Bench(max_len=self.bench.limits.max_len, sample=self.sample)
-        number = fresh.add(prompt, grammar=body, max_tokens=max_tokens, seed=seed)
+    def _alone(self, client: bytes, number: int) -> list[int]:
+        """Return the answer to a request with a grammar, alone in an empty engine."""
+        prompt, max_tokens, seed = self.asked[client, number]
+        images, body = self.shown[client, number], self.constrained[client, number][0]
+        limits = self.bench.limits
+        fresh = Bench(max_len=limits.max_len, sample=self.sample, image_rows=limits.image_rows)
+        fresh.attach(*images)
+        number = fresh.add(
+            prompt, grammar=body, attachments=images, max_tokens=max_tokens, seed=seed
+        )
         fresh.compile()
         fresh.run()
         return fresh.tokens(number)
@@ -386,6 +403,67 @@ class SmallCacheStorm(RequestStorm):
         while self.bench.tiers.jobs:
             self.bench.on_kv_report(self.bench.tiers.carry_out(next(iter(self.bench.tiers.jobs))))
             self.bench.run()
+
+
+class ImageStorm(RequestStorm):
+    """A storm of requests with images. Every run of placeholders in a prompt belongs to one of a
+    few images, so many prompts have equal tokens and different images. The engine has room for the
+    content and the rows of a few images only, and some images cannot be encoded.
+
+    num_failed    images that could not be encoded
+    """
+
+    def __init__(self, seed: int, **config: Any) -> None:
+        super().__init__(seed, image_rows=48, image_data_mib=1, **config)
+        self.chance = random.Random(seed)
+        self.num_failed = 0
+        opening = [PLACEHOLDER if 3 <= at % 12 < 9 else at for at in range(44)]
+        self.openings = [opening, [*opening[:20], *opening[21:]], [7, *opening]]
+
+    def operate(self) -> None:
+        choice = self.chance.random()
+        if choice < 0.25:
+            fails = self.chance.random() < 0.15
+            self.num_failed += self.bench.encode_image("broken" if fails else "") and fails
+        elif choice < 0.5:
+            self.bench.step()
+        else:
+            super().operate()
+
+    def prompt(self) -> list[int]:
+        fresh = super().prompt()
+        if self.chance.random() < 0.3:
+            return fresh
+        opening = self.chance.choice(self.openings)
+        return opening[: self.chance.randrange(len(opening))] + fresh[:14]
+
+    def images(self, prompt: list[int]) -> list[Attachment]:
+        """Return an image for each run of placeholders; sometimes two runs belong to one."""
+        runs: list[tuple[int, int]] = []
+        for at, token in enumerate(prompt):
+            if token != PLACEHOLDER:
+                continue
+            if runs and sum(runs[-1]) == at:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((at, 1))
+        images = []
+        while runs:
+            count = 1 + (self.chance.random() < 0.3)
+            images.append(image_of(self.chance.choice("abcdef"), *runs[:count]))
+            del runs[:count]
+        if self.chance.random() < 0.95:
+            self.bench.attach(*images)
+        return images
+
+    def _check_answer(self, client: bytes, number: int) -> None:
+        last = self.bench.outputs[client, number][-1:]
+        if last and last[0].finish == "error":
+            assert self.shown[client, number]
+            assert last[0].error is not None
+            assert last[0].error.message == "attachments: broken"
+        else:
+            super()._check_answer(client, number)
 
 
 class AdapterStorm(RequestStorm):

@@ -20,10 +20,12 @@ from engine_core.engine import Engine
 from engine_core.journal.capture import take_snapshot
 from engine_core.journal.restore import restore_snapshot
 from engine_core.journal.snapshot import EngineSnapshot
+from protocol.engine.attachments import Attachment
 from tests.support.engines import Bench, a_card
 from tests.support.storm import (
     AdapterStorm,
     EncodeStorm,
+    ImageStorm,
     RequestStorm,
     SmallCacheStorm,
     StateStorm,
@@ -36,6 +38,8 @@ GOLDEN = Path(__file__).parents[1] / "data" / "journal" / "snapshot.bin"
 def sample(kind: inspect.Type) -> Any:
     """Return a value of this type, in which every field is set and no container is empty."""
     match kind:
+        case inspect.StructType(cls=cls) if cls is Attachment:  # its fields depend on each other
+            return Attachment(digest="0f" * 32, kind="image", runs=[(2, 2)], grid=(1, 1, 2))
         case inspect.StructType(fields=fields) | inspect.DataclassType(fields=fields):
             return kind.cls(**{field.name: sample(field.type) for field in fields})
         case inspect.IntType(ge=ge, gt=gt):
@@ -92,6 +96,7 @@ def storms() -> Iterator[RequestStorm]:
         SmallCacheStorm(207, ["host", "disk"]),
         SmallCacheStorm(207, ["disk"], state_bytes=8, num_checkpoints=7, state_interval=16),
         AdapterStorm(5),
+        ImageStorm(5),
         EncodeStorm(4),
         EncodeStorm(5),
         StateStorm(9),
@@ -139,6 +144,9 @@ def test_a_restored_engine_has_the_same_snapshot() -> None:
 
 # ---- completeness
 STORED = {
+    "AttachmentContent": "held num_bytes rejected",
+    "HeldContent": "num_bytes num_rows",
+    "ImageRows": "encode_s encoding kept num_encoded num_encoded_rows num_hits",
     "AcceptanceTally": "accepted checked idle prior",
     "AccountBuckets": "requests tokens",
     "AccountUsage": "name served",
@@ -167,7 +175,7 @@ STORED = {
     "PendingGrammar": "accounts num_chars requests",
     "PrefixCache": "_draft_computed _hash_of",
     "Rate": "per_s seconds",
-    "Request": "account account_usage adapter arrived_at blocks checkpoints client deadline "
+    "Request": "account account_usage adapter images arrived_at blocks checkpoints client deadline "
     "drafting encode grammar hashes kept_checkpoint labels matcher max_total_tokens namespace "
     "num_accepted "
     "num_cached num_charged num_computed num_draft_computed num_drafts num_fetched "
@@ -191,6 +199,8 @@ STORED = {
 }
 """Class -> attributes that the snapshot contains."""
 DERIVED = {
+    "AttachmentContent": "users",
+    "HeldContent": "tensors",
     "BlockPool": "num_cached",
     "CheckpointPool": "_cached_ids _holders",
     "Deadlines": "_heap _requests",
@@ -218,6 +228,8 @@ CONFIGURED = {
     "EncodeScheduler": "_token_budget",
     "Engine": "limits",
     "EngineParts": "cache_events config limits model",
+    "AttachmentContent": "max_bytes",
+    "ImageRows": "max_rows",
     "FairShare": "_costs max_credit shared_prefill_budget",
     "Fetches": "_send _suppliers _timeout_s",
     "GroupedBlockTables": "_max_first _num_window _pool _size _width _window frees_blocks",
@@ -238,20 +250,21 @@ CONFIGURED = {
 """Class -> attributes that are set when the engine is created, or derived from those."""
 PARTS = {
     "Admission": "_accounts _adapters _clock _deadlines _encoding _fair_share _grammars "
-    "_kv_transfers _open _speculation _throughput _waiting",
+    "_images _kv_transfers _open _speculation _throughput _waiting",
     "BlockPool": "cache",
     "Checkpointing": "_blocks _kv_transfers _prefixes pool",
     "EncodeScheduler": "_fair_share waiting",
-    "Engine": "_parts accounts adapters admission clock deadlines encoding endings inflight "
+    "Engine": "_parts accounts adapters admission clock deadlines encoding endings images "
+    "inflight kv_transfers open_requests scheduler speculation throughput totals",
+    "EngineParts": "accounts adapters admission clock deadlines encoding images inflight "
     "kv_transfers open_requests scheduler speculation throughput totals",
-    "EngineParts": "accounts adapters admission clock deadlines encoding inflight kv_transfers "
-    "open_requests scheduler speculation throughput totals",
+    "ImageRows": "content",
     "KVTransfers": "_peers fetches leases tiers",
     "PrefixCache": "checkpoints",
     "RequestEndings": "_parts",
     "DraftPlanning": "_speculation _tables",
-    "Scheduler": "_drafts _kv_transfers checkpointing fair_share pool prefixes slots tables "
-    "waiting",
+    "Scheduler": "_drafts _images _kv_transfers checkpointing fair_share pool prefixes slots "
+    "tables waiting",
     "Speculation": "overhead",
     "StageTimer": "_clock",
     "TierIndex": "_throughput",
@@ -263,6 +276,7 @@ CLUSTER_ONLY = {"KVLeases": "_holders _open num_ended", "Request": "handle kv_re
 SENT = {
     "AdapterRegistry": "_commands has_changed",
     "GrammarCache": "num_dropped_bytes",
+    "ImageRows": "_commands",
     "KVTransfers": "commands",
     "Fetch": "error seconds",
     "RequestEndings": "_aborted freed",

@@ -52,7 +52,7 @@ def assemble_benchmark(config: StepBench) -> StepBenchmark:
 
     Raises UnusableModel if the model cannot be used, or if memory is too small.
     """
-    runner, _, ready, _ = assemble(worker_config(config), StartupTiming())
+    runner, _, ready, *_ = assemble(worker_config(config), StartupTiming())
     if runner is None:
         raise ValueError(f"{ready.model.name} only encodes; its steps are not measured here")
     gc.collect()

@@ -232,7 +232,12 @@ class CNorm(Structure):
 
 
 class CRope(Structure):
-    _fields_ = [("inv_freq", c_void_p), ("width", c_int64), ("factor", c_double)]
+    _fields_ = [
+        ("inv_freq", c_void_p),
+        ("width", c_int64),
+        ("factor", c_double),
+        ("axes", c_void_p),
+    ]
 
 
 class CActivation(Structure):
@@ -335,6 +340,16 @@ class CGrowth(Structure):
     _fields_ = [("factors", c_void_p), ("count", c_int64), ("tokens", c_int64)]
 
 
+class CImageRows(Structure):
+    _fields_ = [
+        ("index", c_void_p),
+        ("rows", c_void_p),
+        ("added", c_void_p),
+        ("count", c_int64),
+        ("num_added", c_int64),
+    ]
+
+
 class CForward(Structure):
     _fields_ = [
         ("layers", c_void_p),
@@ -369,6 +384,9 @@ class CForward(Structure):
         ("rounds_kv", c_int64),
         ("growth", CGrowth),
         ("adapters", CStepAdapters),
+        ("images", CImageRows),
+        ("rope_positions", c_void_p),
+        ("rope_stride", c_int64),
     ]
 
 
@@ -398,4 +416,5 @@ class CDecode(Structure):
         ("logits", c_void_p),
         ("tokens", c_void_p),
         ("finite", c_void_p),
+        ("rope_shifts", c_void_p),
     ]

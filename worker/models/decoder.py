@@ -47,6 +47,7 @@ from worker.spec.latent import IndexerSpec
 from worker.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from worker.spec.recurrent import Mamba1Spec
 from worker.spec.rope_config import QueryGrowth, RopeConfig
+from worker.vision.rows import StepImages
 
 
 @dataclass(slots=True)
@@ -233,15 +234,21 @@ class DecoderModel:
         attention: Attention,
         adapters: StepAdapters | None = None,
         states: StepStates | None = None,
+        images: StepImages | None = None,
     ) -> Tensor:
         """Return the hidden states [T, hidden] of token_ids [T] int64, before the final norm.
-        Writes this step's keys and values to the cache, and changes the states of its rows."""
+        Writes this step's keys and values to the cache, and changes the states of its rows.
+
+        images   the rows that stand in place of embeddings; None: there are none
+        """
         whole = self.whole
         if whole is not None and whole.is_for(len(token_ids)):
             plan = attention.plan(batch)
             if isinstance(plan, NativePlan):
-                return whole(token_ids, plan, cache, adapters)
+                return whole(token_ids, plan, cache, adapters, images)
         x = self._embedded(token_ids, batch.positions)
+        if images is not None:
+            images.put(x)
         table = self.weights.inputs
         inputs = None if table is None else table(token_ids, x)
         return self.compute(x, batch, cache, attention, adapters, states, inputs)

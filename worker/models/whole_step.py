@@ -49,6 +49,7 @@ from worker.lora.table import StepAdapters
 from worker.models.compiled import why_not
 from worker.spec.model_spec import ModelSpec
 from worker.spec.rope_config import RopeConfig
+from worker.vision.rows import StepImages
 
 if TYPE_CHECKING:
     from worker.models.decoder import DecoderLayer, DecoderWeights
@@ -160,6 +161,7 @@ class WholePass:
         plan: NativePlan,
         cache: PagedCache,
         adapters: StepAdapters | None = None,
+        images: StepImages | None = None,
     ) -> Tensor:
         """Compute a step as `DecoderModel` does, but return the hidden states [T, hidden] in
         float32."""
@@ -179,6 +181,13 @@ class WholePass:
         step.slot_mapping = address(batch.slot_mapping)
         if adapters is not None:
             step.adapters = adapters.struct
+        if images is not None:
+            rounded = images.rows.to(self._weights.embedding.dtype).float()
+            assert len(images.index) == count
+            assert rounded.shape[1] == self._spec.hidden
+            step.images = structs.CImageRows(
+                address(images.index), address(rounded), None, len(rounded), 0
+            )
         self.kernels.library.forward(self.dtype_code, torch.get_num_threads(), byref(step))
         return hidden
 

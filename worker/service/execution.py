@@ -25,6 +25,7 @@ from worker.service.connection import EngineConnection
 from worker.service.loop import WorkerLoop
 from worker.startup.assembly import assemble
 from worker.startup.encoding import Assembled
+from worker.vision.service import ImageService
 
 log = logging.getLogger("worker")
 
@@ -60,7 +61,7 @@ def _start_loop(
 ) -> WorkerLoop:
     """Start the services of the worker's loop, which `stack` ends, and send WorkerReady. Return the
     loop."""
-    runner, encoder, ready, states = assembled
+    runner, encoder, ready, states, tower = assembled
     if runner is None:
         loop = stack.enter_context(WorkerLoop(None, engine, None, encoder=encoder))
         engine.send(ready)
@@ -73,6 +74,9 @@ def _start_loop(
     adapters = None
     if runner.adapters.files is not None:
         adapters = stack.enter_context(AdapterService(runner.adapters))
+    images = None
+    if tower is not None:
+        images = stack.enter_context(ImageService(tower, runner.image_rows))
     loop = stack.enter_context(
         WorkerLoop(
             runner,
@@ -80,6 +84,7 @@ def _start_loop(
             kv_transfers,
             encoder=encoder,
             adapters=adapters,
+            images=images,
             answers=config.rank == 0,
         )
     )

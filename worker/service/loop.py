@@ -36,13 +36,14 @@ from worker.lora.service import AdapterMessage, AdapterService
 from worker.step.device_idle import DeviceIdle
 from worker.step.runner import Runner
 from worker.step.tracing import Tracer
+from worker.vision.service import ImageMessage, ImageService
 
 log = logging.getLogger(__name__)
 
 AnyPending = PendingStep | PendingEncode
 
 
-_BESIDE_STEPS = KVMessage | AdapterMessage | Heartbeat
+_BESIDE_STEPS = KVMessage | AdapterMessage | ImageMessage | Heartbeat
 """Messages that may arrive between a plan and its masks."""
 
 
@@ -76,6 +77,7 @@ class WorkerLoop:
                    model has no K/V
     encoder        executes the plans that encode; None: the model only generates
     adapters       loads and unloads LoRA adapters; None: the worker has none
+    images         encodes images; None: the model reads none
     answers        whether this worker answers the engine. In a group only rank 0 does; the others
                    report digests of their results
     """
@@ -88,6 +90,7 @@ class WorkerLoop:
         *,
         encoder: EncodeRunner | None = None,
         adapters: AdapterService | None = None,
+        images: ImageService | None = None,
         answers: bool = True,
     ) -> None:
         self._runner = runner
@@ -95,6 +98,7 @@ class WorkerLoop:
         self._engine = engine
         self._kv_transfers = kv_transfers
         self._adapters = adapters
+        self._images = images
         #: The digest that is reported instead of answers; None for rank 0, which answers.
         self._digest = None if answers else TokenDigest()
         self._inflight: deque[AnyPending] = deque()  # launched and not reported, oldest first
@@ -125,6 +129,11 @@ class WorkerLoop:
                     self._send(loaded)
                     continue  # there may be another one
                 wakeups.append(self._adapters.fd)
+            if self._images is not None:
+                if (encoded := self._images.report()) is not None:
+                    self._send(encoded)
+                    continue  # there may be another one
+                wakeups.append(self._images.fd)
             if not self._engine.wait(*wakeups):
                 self._watcher.clear()
                 continue
@@ -172,6 +181,9 @@ class WorkerLoop:
             return
         if isinstance(message, AdapterMessage) and self._adapters is not None:
             self._adapters.apply(message)
+            return
+        if isinstance(message, ImageMessage) and self._images is not None:
+            self._images.apply(message)
             return
         if not isinstance(message, KVMessage):
             raise ValueError(f"unexpected {type(message).__name__}")

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from protocol.engine.attachments import Attachment
 from protocol.worker.steps import NO_CHECKPOINT, SlotInit
 from worker.device.staging import Words, upload
 from worker.device.zeros import lazy_zeros
@@ -161,6 +162,8 @@ class SlotTable:
         #: Bound slot -> the state object of its request, for a model whose class keeps a cache by
         #: itself (RowModel). A newly bound slot has none.
         self.states: dict[int, object] = {}
+        #: Bound slot -> the images of its request, if it has any.
+        self.images: dict[int, list[Attachment]] = {}
         self._items: list[SlotWrite] = []
         self._check_guards()
 
@@ -196,6 +199,9 @@ class SlotTable:
         self._check_widths(init)
         self._check_checkpoint(init)
         self.states.pop(slot, None)
+        self.images.pop(slot, None)
+        if init.images:
+            self.images[slot] = init.images
         self._occupants[slot] = self._generations[slot] = init.generation
         self._binds[slot] = init
 
@@ -211,6 +217,7 @@ class SlotTable:
             )
         del self._occupants[slot]
         self.states.pop(slot, None)
+        self.images.pop(slot, None)
         self._binds.pop(slot, None)
         self._items = [write.without(slot) for write in self._items]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import msgspec
 import torch
 
 from protocol.config.worker import WorkerConfig
+from protocol.engine.attachments import ImageSupport
+from protocol.engine.model_card import ModelCard
 from protocol.worker.steps import TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
@@ -62,8 +65,12 @@ from worker.startup.warm_up import warm_up
 from worker.step.decode_fast_path import PlainDecode
 from worker.step.decode_graph import CudaGraphs
 from worker.step.runner import Runner
+from worker.vision.support import image_support
+from worker.vision.tower import ImageTower
 
 log = logging.getLogger(__name__)
+
+FLOAT_BYTES = 4
 
 
 def assemble(
@@ -97,6 +104,7 @@ def assemble(
     attentions_of = partial(_attentions, config, dtype, device)
     if not loaded.card.generates:
         return assemble_vectors(config, timing, loaded, attentions_of([loaded])[0], dtype, device)
+    images = _load_images(config, loaded, device, timing)
     adapters, infos = load_adapters(config, loaded.spec, dtype, device, timing)
     with timing("reserve memory"):
         limits = _fitting_limits(config, loaded, limits, device)
@@ -104,18 +112,15 @@ def assemble(
         parts = RunnerParts(models, attentions_of(models, head), adapters, head)
         attention = parts.attentions[0]
         encoder = pooling_runner(config, loaded, attention, dtype, device, limits.token_budget)
-        memory = reserve_memory(config, parts, limits, dtype, device, encoder)
+        memory = reserve_memory(config, parts, limits, dtype, device, encoder, images.num_bytes)
     caches = memory.caches
     with timing("warm up"):
         warm_up(parts.runner(memory.slots_of_one(device), caches), caches, memory.max_len)
-    decode = None
-    if device.type == "cuda" and config.decode_graphs == "auto" and group is None:
-        with timing("capture graphs"):
-            decode = _captured_decode(parts, memory.slots, caches, device)
+    decode = None if group else _captured_decode(config, timing, parts, memory.slots, caches)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
     _log_model(loaded, device, memory, limits)
     ready = WorkerReady(
-        model=msgspec.structs.replace(loaded.card, recommended=config.recommended_sampling),
+        model=_card(config, loaded, images),
         max_len=memory.max_len,
         max_slots=limits.max_slots,
         token_budget=limits.token_budget,
@@ -132,9 +137,50 @@ def assemble(
         has_own_cache=keeps_own_cache(loaded.spec),
         state_bytes=4 * loaded.spec.state_items,
         num_checkpoints=memory.num_checkpoints,
+        image_rows=images.num_rows,
     )
     runner = parts.runner(memory.slots, caches, _runner_class(config), decode)
-    return Assembled(runner, encoder, with_input_limit(ready), memory.states)
+    return Assembled(runner, encoder, with_input_limit(ready), memory.states, images.tower)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedImages:
+    """How the images of a model are served.
+
+    support    what clients must know; None: the model's images are not computed
+    tower      the encoder; None: the worker encodes no images
+    num_rows   number of rows that are kept
+    """
+
+    support: ImageSupport | None
+    tower: ImageTower | None = None
+    num_rows: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the rows that are kept."""
+        return 0 if self.tower is None else FLOAT_BYTES * self.tower.hidden * self.num_rows
+
+
+def _load_images(
+    config: WorkerConfig, loaded: LoadedModel, device: torch.device, timing: StartupTiming
+) -> ServedImages:
+    """Load the encoder of the model's images, if there is one."""
+    path = Path(config.model)
+    support = image_support(path, device=device.type, world_size=config.world_size)
+    if support is None or support.reason or not isinstance(loaded.spec, ModelSpec):
+        return ServedImages(support)
+    with timing("load the image encoder"):
+        tower = ImageTower.load(path, loaded.spec.hidden)
+    num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.hidden)
+    log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
+    return ServedImages(msgspec.structs.replace(support, max_tokens=num_rows), tower, num_rows)
+
+
+def _card(config: WorkerConfig, loaded: LoadedModel, images: ServedImages) -> ModelCard:
+    return msgspec.structs.replace(
+        loaded.card, recommended=config.recommended_sampling, images=images.support
+    )
 
 
 def _device(config: WorkerConfig) -> torch.device:
@@ -194,11 +240,20 @@ def _fitting_limits(
 
 
 def _captured_decode(
-    parts: RunnerParts, slots: SlotTable, caches: Sequence[PagedCache], device: torch.device
+    config: WorkerConfig,
+    timing: StartupTiming,
+    parts: RunnerParts,
+    slots: SlotTable,
+    caches: Sequence[PagedCache],
 ) -> PlainDecode | None:
-    """Capture decode steps as `RunnerParts.captured_decode` does, and log the memory they take."""
+    """Capture decode steps as `RunnerParts.captured_decode` does, and log the memory they take.
+    Return None if the device is no GPU, or if the config forbids it."""
+    device = slots.device
+    if device.type != "cuda" or config.decode_graphs != "auto":
+        return None
     before = free_bytes(device)
-    decode = parts.captured_decode(slots, caches, CudaGraphs(device))
+    with timing("capture graphs"):
+        decode = parts.captured_decode(slots, caches, CudaGraphs(device))
     if decode is not None:
         taken = in_gib(before - free_bytes(device))
         log.info("decode steps are captured as graphs, which take %s", taken)

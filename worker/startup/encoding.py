@@ -29,6 +29,7 @@ from worker.loading.header import AnyHeader
 from worker.models.decoder import DecoderModel
 from worker.startup.encoder_memory import check_options, dtype_of, token_budget
 from worker.step.runner import Runner
+from worker.vision.tower import ImageTower
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,14 @@ class Assembled(NamedTuple):
     runner    executes plans that generate; None: the model only encodes
     encoder   executes plans that encode; None: the model only generates
     states    the checkpoints of recurrent states; None: there are none
+    tower     encodes images; None: the worker encodes none
     """
 
     runner: Runner | None
     encoder: EncodeRunner | None
     ready: WorkerReady
     states: CheckpointMemory | None = None
+    tower: ImageTower | None = None
 
 
 def assemble_encoder(

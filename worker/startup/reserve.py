@@ -78,10 +78,12 @@ def reserve_memory(
     dtype: torch.dtype,
     device: torch.device,
     encoder: EncodeRunner | None,
+    image_bytes: int = 0,
 ) -> ReservedMemory:
     """Reserve the caches and slots of a worker.
 
-    encoder   encodes with the model; None: the model only generates
+    encoder       encodes with the model; None: the model only generates
+    image_bytes   size of the encoded images that are kept
 
     Raises NotEnoughMemory if there is no room for them, and UnusableModel if the configuration
     requires something impossible.
@@ -102,6 +104,7 @@ def reserve_memory(
     if device.type == "cpu":
         free = free_bytes(device) // config.local_size
         free -= kept_bytes(config, loaded.spec, dtype) + state_bytes(loaded.spec, limits)
+        free -= image_bytes
         free -= kept_hidden_bytes(parts.head_hidden, limits.max_slots)
         checkpoints = num_checkpoints(loaded.spec, limits, free)
         free -= 4 * checkpoints * loaded.spec.state_items

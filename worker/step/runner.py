@@ -39,6 +39,7 @@ from worker.draft.base import TokenProposer
 from worker.kv.cache import PagedCache
 from worker.lora.table import AdapterTable, StepAdapters
 from worker.models.base import RowModel, StepModel
+from worker.models.decoder import DecoderModel
 from worker.sampling.bans import row_masks
 from worker.sampling.base import Sampling
 from worker.sampling.logprobs import prompt_logprobs
@@ -46,6 +47,7 @@ from worker.sampling.torch_sampling import TorchSampling
 from worker.slots.states import StepStates
 from worker.slots.table import SlotTable
 from worker.step.decode_fast_path import DecodeFastPath, PlainDecode
+from worker.vision.rows import StepImages, step_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ class Runner:
         adapters: AdapterTable | None = None,
     ) -> None:
         self._model = model
+        #: Digest -> the rows of an image that is encoded.
+        self.image_rows: dict[str, Tensor] = {}
         self._slots = slots
         self._cache = cache
         self._attention = attention
@@ -124,7 +128,10 @@ class Runner:
         if len(plan.row_slots):
             rows = read_rows(plan)
             adapters = self.adapters.for_rows(self._slots, rows.slots, rows.counts)
-            decode = self._decode_for(plan, rows, adapters)
+            images = None
+            if self._slots.images:
+                images = step_images(rows, self._slots.images, self.image_rows)
+            decode = None if images is not None else self._decode_for(plan, rows, adapters)
             if decode is not None:
                 sampled = self._run_decode(decode, rows, adapters, plan, receive_masks)
                 hidden = decode.hidden(len(rows.slots))
@@ -137,7 +144,7 @@ class Runner:
                     num_entries=self._cache.num_entries,
                 )
                 states = step_states(plan, rows, self._slots)
-                hidden = self._compute(batch, adapters, states)
+                hidden = self._compute(batch, adapters, states, images)
                 prompt_columns = prompt_logprobs(
                     hidden, self._model.logits, self._slots, batch, self._sampling.score
                 )
@@ -180,12 +187,28 @@ class Runner:
                 self.draft_model.cache.zero(blocks)
 
     def _compute(
-        self, batch: StepBatch, adapters: StepAdapters | None, states: StepStates | None
+        self,
+        batch: StepBatch,
+        adapters: StepAdapters | None,
+        states: StepStates | None,
+        images: StepImages | None,
     ) -> Tensor:
         """Return the hidden states [T, hidden] of a step's tokens."""
         model = self._model
         if isinstance(model, RowModel):
             return model.compute_rows(batch.token_ids, batch.rows, self._slots.states)
+        if images is not None:
+            if not isinstance(model, DecoderModel):
+                raise ValueError("a request has images, which the model does not read")
+            return model(
+                batch.token_ids,
+                batch.attention,
+                self._cache,
+                self._attention,
+                adapters,
+                states,
+                images,
+            )
         return model(
             batch.token_ids, batch.attention, self._cache, self._attention, adapters, states
         )

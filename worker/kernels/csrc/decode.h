@@ -28,11 +28,12 @@ struct Decode {
     float *logits;                        // [R, V]
     int64_t *tokens;                      // [R]; if null, no token is chosen and no slot is changed
     uint8_t *finite;                      // [R]: whether the greatest logit is finite; if not, token is 0
+    const int32_t *rope_shifts;           // [slots]: from a token's position to its rotary one; null: none
 };
 
 // A decode step's forward pass, with the arrays that it reads for its tokens and rows.
 struct DecodeRows {
-    std::vector<int64_t> ids, slot_mapping, row_starts, context_lens, block_table;
+    std::vector<int64_t> ids, rope_positions, slot_mapping, row_starts, context_lens, block_table;
     Forward pass;
     int64_t bad_row = -1; // the first row whose token is not in the vocabulary
 
@@ -48,11 +49,13 @@ struct DecodeRows {
             if (bad_row < 0 && (ids[r] < 0 || ids[r] >= d.vocab)) bad_row = r;
             row_starts.push_back(r + 1);
             context_lens.push_back(start + 1);
+            if (d.rope_shifts) rope_positions.push_back(start + d.rope_shifts[slot]);
         }
         for (int64_t e = 0; e < d.num_entries; e++)
             for (int64_t r = 0; r < count; r++) add_blocks(d, r, e, size, width);
         pass.ids = ids.data();
         pass.positions = d.starts;
+        if (d.rope_shifts) pass.rope_positions = rope_positions.data();
         pass.slot_mapping = slot_mapping.data();
         pass.rows = {row_starts.data(), context_lens.data(), block_table.data(), count, count, width, size};
     }

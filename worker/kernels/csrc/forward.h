@@ -22,6 +22,20 @@ struct Rope {
     const float *inv_freq; // [width / 2]: radians by which a pair rotates per position
     int64_t width;         // items of each head that are rotated
     double factor;         // of cos and sin
+    const int64_t *axes;   // [width / 2]: the axis of the positions that turns a pair; null: the first
+};
+
+// Rows of images, which stand in place of the embeddings of some tokens. Some are added after the first layers, too.
+struct ImageRows {
+    const int64_t *index;     // [T]: the row of each token, or -1; null: no token has one
+    const float *rows;        // [K, hidden]
+    const float *added;       // [num_added, K, hidden]: what the first layers add to x at the end
+    int64_t count, num_added; // count: K
+
+    INLINE const float *row(int64_t t, int64_t hidden) const {
+        return index && index[t] >= 0 ? rows + index[t] * hidden : nullptr;
+    }
+    INLINE bool are_added(int64_t layer) const { return index && layer < num_added; }
 };
 
 // Weights of an MLP, or of one expert.
@@ -85,6 +99,15 @@ struct Forward {
     int64_t rounds_kv; // whether the cache stores rounded keys and values
     Growth growth;
     StepAdapters adapters;
+    ImageRows images;
+    const int64_t *rope_positions; // [axes, T], or [T] if `rope_stride` is 0; null: `positions`, in all axes
+    int64_t rope_stride;           // from an axis to the next: T or 0
+
+    // Returns the position that turns pair i of a token.
+    INLINE int64_t rope_position(const Rope &rope, int64_t t, int64_t i) const {
+        if (!rope_positions) return positions[t];
+        return rope_positions[(rope.axes ? rope.axes[i] * rope_stride : 0) + t];
+    }
 };
 
 // The forward pass in number type N. All threads of the team call `run`.
@@ -127,10 +150,10 @@ template <class N> struct Pass {
     }
     float *x() const { return f.x; }
 
-    // Returns the most phases (team.h) of a pass: one at the start, and seventeen per layer. Of these, eight
-    // are for attention, its linears and norms, one for the MLP's norm, and eight for experts. Adapters need
-    // four more per layer.
-    int64_t num_phases() const { return 1 + f.num_layers * (17 + (adapted.empty() ? 0 : NUM_ADAPTED)); }
+    // Returns the most phases (team.h) of a pass: one at the start, and eighteen per layer. Of these, eight
+    // are for attention, its linears and norms, one for the MLP's norm, eight for experts, and one for images.
+    // Adapters need four more per layer.
+    int64_t num_phases() const { return 1 + f.num_layers * (18 + (adapted.empty() ? 0 : NUM_ADAPTED)); }
 
     // Computes a linear, and adds the terms of adapters.
     template <class Y>
@@ -143,8 +166,15 @@ template <class N> struct Pass {
         }, true);
     }
 
-    // Writes a token's embedding to x, and the cos and sin of its position.
+    // Writes a token's embedding, or its row of an image, to x, and the cos and sin of its position.
     INLINE void start_row(int64_t t) {
+        if (const float *row = f.images.row(t, f.hidden)) memcpy(x() + t * f.hidden, row, (size_t)f.hidden * sizeof(float));
+        else embed_row(t);
+        for (int64_t r = 0; r < f.num_ropes; r++) turn_row(r, t);
+    }
+
+    // Writes the embedding of a token to x.
+    INLINE void embed_row(int64_t t) {
         N *unpacked = normed() + t * f.hidden;
         if (!f.embedding) gather_row(*f.packed_embedding, f.ids[t], unpacked);
         const N *row = f.embedding ? (const N *)f.embedding + f.ids[t] * f.hidden : unpacked;
@@ -152,7 +182,6 @@ template <class N> struct Pass {
         for (int64_t i = 0; i < f.hidden; i += LANES) store(to + i, load(row + i) * (float)f.embedding_scale);
         if (f.position_embedding)
             add_row(to, (const N *)f.position_embedding + f.positions[t] * f.hidden, f.hidden);
-        for (int64_t r = 0; r < f.num_ropes; r++) turn_row(r, t);
     }
 
     // Writes the cos and sin of a token's position for one rotary embedding (layers/rope.py).
@@ -161,7 +190,7 @@ template <class N> struct Pass {
         const int64_t dim = f.heads.dim, half = rope.width / 2, at = (r * f.tokens + t) * dim;
         alignas(64) float c[MAX_DIM], s[MAX_DIM];
         for (int64_t i = 0; i < half; i++) {
-            const float angle = (float)f.positions[t] * rope.inv_freq[i];
+            const float angle = (float)f.rope_position(rope, t, i) * rope.inv_freq[i];
             c[i] = c[half + i] = std::cos(angle) * (float)rope.factor;
             s[half + i] = std::sin(angle) * (float)rope.factor;
             s[i] = -s[half + i];
@@ -334,7 +363,17 @@ template <class N> struct Pass {
             if (!layer.is_parallel) norm(team, layer.mlp_norm, is_mixture ? nullptr : &layer.mlps[0].gate_up);
             if (is_mixture) experts(team, layer, routings[(size_t)i]);
             else mlp(team, layer);
+            if (f.images.are_added(i)) add_images(team, i);
         }
+    }
+
+    // Adds to x what images have for the end of a layer.
+    void add_images(Team &team, int64_t layer) {
+        team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) {
+            if (!f.images.row(t, f.hidden)) return;
+            const float *row = f.images.added + (layer * f.images.count + f.images.index[t]) * f.hidden;
+            add_scaled_row(x() + t * f.hidden, row, f.hidden, 1);
+        });
     }
 };
 

@@ -39,7 +39,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 25; }
+EXPORT int64_t kernels_version() { return 26; }
 
 // Sets the entry point GOMP_parallel of the OpenMP runtime that torch has loaded.
 EXPORT void set_runtime(void *parallel) { runtime() = (Parallel)parallel; }
