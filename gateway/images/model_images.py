@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.images.families import FAMILIES, ImagePrompter
@@ -11,7 +11,7 @@ from gateway.images.reader import ImageReader, ImageTimes, ProcessedImage
 from gateway.images.settings import CheckpointFiles
 from gateway.images.source import ImageSource
 from gateway.text.tokenizer import Tokenizer
-from protocol.engine.attachments import Attachment
+from protocol.engine.attachments import AttachedTensor, Attachment
 from protocol.engine.model_card import ModelCard
 from protocol.wire.errors import InvalidRequest
 
@@ -26,6 +26,11 @@ class PromptImages:
     #: The content of each attachment.
     contents: Sequence[ProcessedImage] = ()
     times: ImageTimes = field(default_factory=ImageTimes)
+
+    @property
+    def by_digest(self) -> Mapping[str, Sequence[AttachedTensor]]:
+        """Digest -> content of each attachment."""
+        return {each.digest: each.tensors for each in self.contents}
 
     @property
     def num_tokens(self) -> int:

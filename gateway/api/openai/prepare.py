@@ -151,7 +151,9 @@ class Preparation:
         rendered = self.model.renderer.prompt(conversation, self._options, offload=offload)
         if not rendered.ids:
             raise empty_prompt(param)
-        return Prompt(rendered.text, rendered.ids, rendered.kwargs, rendered.template_s)
+        return Prompt(
+            rendered.text, rendered.ids, rendered.kwargs, rendered.template_s, rendered.images
+        )
 
     def kwargs(self) -> dict[str, Any]:
         """Return the effective arguments of the chat template."""
@@ -196,6 +198,7 @@ class Preparation:
             ),
             new_reasoning_counter=new_counter,
             tool_choice_check=ToolChoiceCheck(plan.name) if plan.demands_call else None,
+            images=prompt.images,
         )
 
     def _grammar(self, start: AnswerStart) -> Grammar | None:

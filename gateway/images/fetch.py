@@ -1,0 +1,139 @@
+"""Loads the images that requests name by an http(s): URL, from the hosts that the operator allows.
+
+A name is resolved once, and the connection goes to the address that was checked, so a name that
+resolves to another address the next time gains nothing. A redirect may only lead to the same host.
+Size and time are bounded. No proxy, cookie or credential is used.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import ssl
+from collections.abc import Callable, Sequence
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+import gevent
+from gevent import socket
+
+from gateway.images.limits import FORMATS, MAX_IMAGE_BYTES
+from gateway.images.source import ImageSource, too_large
+from protocol.wire.errors import InvalidRequest
+
+TIMEOUT_S = 10.0
+"""Time limit for one image, redirects included."""
+MAX_REDIRECTS = 3
+_REDIRECTS = (301, 302, 303, 307, 308)
+_PORTS = {"http": 80, "https": 443}
+_PIECE_BYTES = 1 << 16
+
+
+class _TooSlow(Exception):
+    """The time for one image is over."""
+
+
+def is_public(address: str) -> bool:
+    """Return whether an IP address belongs to a host on the internet, and not to this machine, its
+    network or its cloud."""
+    found = ipaddress.ip_address(address)
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_global and not found.is_multicast
+
+
+class UrlFetcher:
+    """Loads images from some hosts.
+
+    hosts        names of hosts, or NAME:PORT for a port other than 80 and 443
+    may_connect  returns whether a connection to an IP address is allowed
+    timeout_s    time limit for one image
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        *,
+        may_connect: Callable[[str], bool] = is_public,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._may_connect = may_connect
+        self._timeout_s = timeout_s
+
+    def fetch(self, source: ImageSource) -> bytes:
+        """Return the bytes of an image with an http(s): URL. Raises InvalidRequest, naming the
+        field."""
+        timeout = gevent.Timeout(self._timeout_s, _TooSlow)
+        try:
+            with timeout:
+                return self._fetch(source)
+        except _TooSlow:
+            raise InvalidRequest.at(
+                source.param, f"the image was not loaded within {self._timeout_s:g} s"
+            ) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise InvalidRequest.at(
+                source.param, f"the image could not be loaded: {error}"
+            ) from None
+
+    def _fetch(self, source: ImageSource) -> bytes:
+        url, param = source.url, source.param
+        host = urlsplit(url).netloc.lower()
+        for _ in range(MAX_REDIRECTS + 1):
+            parts = urlsplit(url)
+            if parts.netloc.lower() != host:
+                raise InvalidRequest.at(param, "the URL redirects to another host")
+            connection = self._connected(parts, param)
+            try:
+                connection.request(
+                    "GET",
+                    parts._replace(scheme="", netloc="", fragment="").geturl() or "/",
+                    headers={"Accept": ", ".join(f"image/{name.lower()}" for name in FORMATS)},
+                )
+                response = connection.getresponse()
+                if response.status in _REDIRECTS and (target := response.getheader("Location")):
+                    url = urljoin(url, target)
+                    continue
+                if response.status != 200:
+                    raise InvalidRequest.at(
+                        param, f"the image's server answered with the status {response.status}"
+                    )
+                return _body(response, param)
+            finally:
+                connection.close()
+        raise InvalidRequest.at(param, "the URL redirects too often")
+
+    def _connected(self, url: SplitResult, param: str) -> http.client.HTTPConnection:
+        """Return a connection to a checked address of the URL's host."""
+        name, port = (url.hostname or "").lower(), url.port or _PORTS.get(url.scheme)
+        if port is None or url.username is not None:
+            raise InvalidRequest.at(param, "must be an http: or https: URL without a user name")
+        known = f"{name}:{port}" in self._hosts
+        if not known and not (name in self._hosts and port in _PORTS.values()):
+            raise InvalidRequest.at(
+                param,
+                f"this server loads no images from {url.netloc!r}; send the image as a data: URL, "
+                "or ask the operator to allow the host with --image-urls",
+            )
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        addresses = [entry[4][0] for entry in found]
+        if not addresses or not all(self._may_connect(str(each)) for each in addresses):
+            raise InvalidRequest.at(
+                param, f"the host {name!r} has an address that is not on the internet"
+            )
+        connection = http.client.HTTPConnection(name, port)
+        plain = socket.create_connection((addresses[0], port))
+        if url.scheme == "https":
+            plain = ssl.create_default_context().wrap_socket(plain, server_hostname=name)
+        connection.sock = plain
+        return connection
+
+
+def _body(response: http.client.HTTPResponse, param: str) -> bytes:
+    data = bytearray()
+    while piece := response.read(_PIECE_BYTES):
+        data += piece
+        if len(data) > MAX_IMAGE_BYTES:
+            raise too_large(param)
+    if not data:
+        raise InvalidRequest.at(param, "the image has no bytes")
+    return bytes(data)
