@@ -32,6 +32,7 @@ from protocol.worker.steps import (
     EncodeResult,
     FromWorker,
     Heartbeat,
+    ImageEncoded,
     JoinRefused,
     RankDigest,
     StepResult,
@@ -55,7 +56,14 @@ ROOT_CAUSE_S = 1.0
 POLL_MS = 50
 MAX_FOREIGN_PER_TURN = 100
 FromGroup = (
-    StepResult | EncodeResult | KVReport | AdapterReport | Traced | TokenizerRead | WorkerReady
+    StepResult
+    | EncodeResult
+    | ImageEncoded
+    | KVReport
+    | AdapterReport
+    | Traced
+    | TokenizerRead
+    | WorkerReady
 )
 
 
@@ -249,9 +257,14 @@ class WorkerLink:
                 if self._size > 1:
                     self._agreement.on_result(message)
                 return message
-            case EncodeResult() | TokenizerRead() | KVReport() | AdapterReport() | Traced() if (
-                rank == 0
-            ):
+            case (
+                EncodeResult()
+                | ImageEncoded()
+                | TokenizerRead()
+                | KVReport()
+                | AdapterReport()
+                | Traced()
+            ) if rank == 0:
                 return message
             case _:
                 return None

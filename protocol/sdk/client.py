@@ -27,6 +27,7 @@ from typing import Any, Generic, Self, TypeVar
 import zmq
 
 from protocol.engine.adapters import AdapterInfo
+from protocol.engine.attachments import AttachedTensor, Attachment, attachment_digest
 from protocol.engine.grammar import Grammar
 from protocol.engine.messages import (
     AbortByLabel,
@@ -181,6 +182,7 @@ class BaseClient(ABC, Generic[AnyGeneration]):
         timeout_s: float = 0.0,
         queue_timeout_s: float = 0.0,
         adapter: str = "",
+        attachments: Sequence[Attachment] = (),
         **options: Any,
     ) -> AnyGeneration:
         """Start a generation, and return it. See `Generate` for the meaning of the arguments.
@@ -202,9 +204,18 @@ class BaseClient(ABC, Generic[AnyGeneration]):
                 timeout_s=timeout_s,
                 queue_timeout_s=queue_timeout_s,
                 adapter=adapter,
+                attachments=list(attachments),
             )
         )
         return self._new_generation(request, reports)
+
+    def attach(self, tensors: Sequence[AttachedTensor]) -> str:
+        """Send an image, unless the engine has it, and return its digest. If a request that names
+        it is refused with AttachmentMissing, call this again, and repeat the request."""
+        digest = attachment_digest(tensors)
+        if (message := self._session.attach(digest, list(tensors))) is not None:
+            self._send(message)
+        return digest
 
     @abstractmethod
     def _new_generation(self, request: int, reports: Any) -> AnyGeneration: ...

@@ -120,7 +120,7 @@ def test_a_chat_model_has_no_vectors_unless_asked(tmp_path: Path) -> None:
 
 def test_a_model_with_vectors_still_generates(tmp_path: Path) -> None:
     write_directory(tmp_path, random_model("llama"))
-    runner, _, ready, _ = assembled(tmp_path, pooling="last")
+    runner, _, ready, *_ = assembled(tmp_path, pooling="last")
     assert runner is not None
     assert ready.model.generates
     assert ready.model.encoding.pooling == "last"

@@ -143,6 +143,7 @@ and the levels below. So a reader can learn a room from below: what a level need
 already. And what two levels share has one place, which is below both."""
 
 BROAD_EXCEPTS = {
+    "worker/vision/service.py": "ends the request of the image that failed with the cause",
     # A process's loop, or the end of a process.
     "engine_core/loop.py": "sends every client the cause, then fails",
     "engine_core/process.py": "reports the cause to the parent",

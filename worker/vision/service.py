@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import deque
 from queue import SimpleQueue
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from protocol.worker.steps import DropImages, EncodeImage, ImageEncoded
 from worker.vision.tower import ImageTower
+
+log = logging.getLogger(__name__)
 
 ImageMessage = EncodeImage | DropImages
 
@@ -68,6 +71,9 @@ class ImageService:
                 rows = self._tower.encode(job.digest, job.tensors, job.num_rows)
             except ValueError as problem:
                 error = str(problem)
+            except Exception as problem:  # else its request would wait for ever
+                log.exception("an image could not be encoded")
+                error = f"the image could not be encoded: {problem}"
             report = ImageEncoded(digest=job.digest, encode_s=perf_counter() - started, error=error)
             self._done.append((report, rows))
             os.eventfd_write(self.fd, 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from protocol.engine.attachments import AttachedTensor, attachment_digest
 from worker.checkpoint.safetensors_files import weight_files
+from worker.device.postponed import TORCH_SHAPES, load_postponed
 from worker.errors import UnusableModel
 from worker.spec.wrappers import text_name
 from worker.vision.support import shrunk_text
@@ -38,6 +39,7 @@ class ImageTower:
     def load(cls, path: Path, hidden: int) -> ImageTower:
         """Load the encoder of the checkpoint `path`. Raises UnusableModel if weights of it are
         missing or have other shapes."""
+        load_postponed(TORCH_SHAPES)  # transformers' classes need it
         from transformers import AutoConfig, AutoModelForImageTextToText
 
         config = AutoConfig.from_pretrained(path)
