@@ -18,7 +18,7 @@ from gevent import socket
 
 from gateway.images.limits import FORMATS, MAX_IMAGE_BYTES
 from gateway.images.source import ImageSource, too_large
-from protocol.wire.errors import InvalidRequest
+from protocol.wire.errors import InvalidImage
 
 TIMEOUT_S = 10.0
 """Time limit for one image, redirects included."""
@@ -60,20 +60,18 @@ class UrlFetcher:
         self._timeout_s = timeout_s
 
     def fetch(self, source: ImageSource) -> bytes:
-        """Return the bytes of an image with an http(s): URL. Raises InvalidRequest, naming the
+        """Return the bytes of an image with an http(s): URL. Raises InvalidImage, naming the
         field."""
         timeout = gevent.Timeout(self._timeout_s, _TooSlow)
         try:
             with timeout:
                 return self._fetch(source)
         except _TooSlow:
-            raise InvalidRequest.at(
+            raise InvalidImage.at(
                 source.param, f"the image was not loaded within {self._timeout_s:g} s"
             ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise InvalidRequest.at(
-                source.param, f"the image could not be loaded: {error}"
-            ) from None
+            raise InvalidImage.at(source.param, f"the image could not be loaded: {error}") from None
 
     def _fetch(self, source: ImageSource) -> bytes:
         url, param = source.url, source.param
@@ -81,7 +79,7 @@ class UrlFetcher:
         for _ in range(MAX_REDIRECTS + 1):
             parts = urlsplit(url)
             if parts.netloc.lower() != host:
-                raise InvalidRequest.at(param, "the URL redirects to another host")
+                raise InvalidImage.at(param, "the URL redirects to another host")
             connection = self._connected(parts, param)
             try:
                 connection.request(
@@ -94,22 +92,22 @@ class UrlFetcher:
                     url = urljoin(url, target)
                     continue
                 if response.status != 200:
-                    raise InvalidRequest.at(
+                    raise InvalidImage.at(
                         param, f"the image's server answered with the status {response.status}"
                     )
                 return _body(response, param)
             finally:
                 connection.close()
-        raise InvalidRequest.at(param, "the URL redirects too often")
+        raise InvalidImage.at(param, "the URL redirects too often")
 
     def _connected(self, url: SplitResult, param: str) -> http.client.HTTPConnection:
         """Return a connection to a checked address of the URL's host."""
         name, port = (url.hostname or "").lower(), url.port or _PORTS.get(url.scheme)
         if port is None or url.username is not None:
-            raise InvalidRequest.at(param, "must be an http: or https: URL without a user name")
+            raise InvalidImage.at(param, "must be an http: or https: URL without a user name")
         known = f"{name}:{port}" in self._hosts
         if not known and not (name in self._hosts and port in _PORTS.values()):
-            raise InvalidRequest.at(
+            raise InvalidImage.at(
                 param,
                 f"this server loads no images from {url.netloc!r}; send the image as a data: URL, "
                 "or ask the operator to allow the host with --image-urls",
@@ -117,7 +115,7 @@ class UrlFetcher:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         addresses = [entry[4][0] for entry in found]
         if not addresses or not all(self._may_connect(str(each)) for each in addresses):
-            raise InvalidRequest.at(
+            raise InvalidImage.at(
                 param, f"the host {name!r} has an address that is not on the internet"
             )
         connection = http.client.HTTPConnection(name, port)
@@ -135,5 +133,5 @@ def _body(response: http.client.HTTPResponse, param: str) -> bytes:
         if len(data) > MAX_IMAGE_BYTES:
             raise too_large(param)
     if not data:
-        raise InvalidRequest.at(param, "the image has no bytes")
+        raise InvalidImage.at(param, "the image has no bytes")
     return bytes(data)

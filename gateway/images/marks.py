@@ -20,7 +20,7 @@ from gateway.images.families import ImageText
 from gateway.images.limits import MAX_IMAGES
 from gateway.images.source import ImageSource, is_image, source_of
 from protocol.engine.attachments import Attachment
-from protocol.wire.errors import InvalidRequest
+from protocol.wire.errors import InvalidImage, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,21 @@ class MarkedImages:
     sources: Sequence[ImageSource]
     #: The text that stands for an image.
     mark: str
+
+    def without_images(self) -> Sequence[Any]:
+        """Return the messages with the notes of the images in place of their marks."""
+        notes = iter(self.sources)
+
+        def noted(part: Any) -> Any:
+            is_mark = isinstance(part, Mapping) and part.get("text") == self.mark
+            return {"type": "text", "text": next(notes).note} if is_mark else part
+
+        return [
+            {**message, "content": [noted(part) for part in _parts(message)]}
+            if _parts(message)
+            else message
+            for message in self.messages
+        ]
 
     def guarded(self, value: Any, marker: str) -> Any:
         """Return decoded JSON in which each `marker` in a client's text is split, so that it does
@@ -53,27 +68,34 @@ class MarkedImages:
         return f"{marker[:middle]}{self.mark[::-1]}{marker[middle:]}"
 
 
-def marked_images(messages: Sequence[Any], param: str) -> MarkedImages | None:
+def marked_images(messages: Sequence[Any], param: str, *, reads_parts: bool) -> MarkedImages | None:
     """Return the images of a conversation; None if it has none.
 
-    messages  decoded JSON, unchecked
-    param     path of the messages in the request
+    messages     decoded JSON, unchecked, with an ImageSource for each image that another API's
+                 translation has found
+    param        path of the messages in the request
+    reads_parts  whether content parts of the chat API may be images; otherwise they stay as they
+                 are
 
     Raises InvalidRequest, naming the field, if an image is malformed or if there are too many.
     """
-    if not any(is_image(part) for message in messages for part in _parts(message)):
+
+    def is_found(part: Any) -> bool:
+        return isinstance(part, ImageSource) or (reads_parts and is_image(part))
+
+    if not any(is_found(part) for message in messages for part in _parts(message)):
         return None
     mark = f"(image-{secrets.token_hex(16)})"
     sources: list[ImageSource] = []
 
     def marked_message(message: Any, at: str) -> Any:
         parts = _parts(message)
-        if not any(map(is_image, parts)):
+        if not any(map(is_found, parts)):
             return message
         _check_role(message, at)
         content = []
         for place, part in enumerate(parts):
-            if is_image(part):
+            if is_found(part):
                 sources.append(source_of(part, f"{at}.content[{place}]"))
                 part = {"type": "text", "text": mark}
             content.append(part)
@@ -81,7 +103,7 @@ def marked_images(messages: Sequence[Any], param: str) -> MarkedImages | None:
 
     marked = [marked_message(message, f"{param}[{i}]") for i, message in enumerate(messages)]
     if len(sources) > MAX_IMAGES:
-        raise InvalidRequest.at(
+        raise InvalidImage.at(
             sources[MAX_IMAGES].param, f"a request has at most {MAX_IMAGES} images"
         )
     return MarkedImages(marked, sources, mark)

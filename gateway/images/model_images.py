@@ -13,7 +13,6 @@ from gateway.images.source import ImageSource
 from gateway.text.tokenizer import Tokenizer
 from protocol.engine.attachments import AttachedTensor, Attachment
 from protocol.engine.model_card import ModelCard
-from protocol.wire.errors import InvalidRequest
 
 TEXT_ONLY = "this model reads text only"
 
@@ -26,6 +25,8 @@ class PromptImages:
     #: The content of each attachment.
     contents: Sequence[ProcessedImage] = ()
     times: ImageTimes = field(default_factory=ImageTimes)
+    #: Paths of images in tool results that the model cannot read, in whose place it reads a note.
+    left_out: Sequence[str] = ()
 
     @property
     def by_digest(self) -> Mapping[str, Sequence[AttachedTensor]]:
@@ -52,6 +53,8 @@ class ModelImages:
         self._tokenizer = tokenizer
         self._prompter: ImagePrompter | None = None
         self.pad_id = -1
+        #: Whether the checkpoint has an encoder of images, whether it can be used or not.
+        self.has_encoder = card.images is not None
         self.refusal = TEXT_ONLY
         if (support := card.images) is None:
             return
@@ -91,10 +94,13 @@ class ModelImages:
         assert self._prompter is not None
         return self._prompter
 
-    def check(self, source: ImageSource) -> None:
-        """Raise InvalidRequest, naming the field, if the model reads no images."""
+    def check(self, sources: Sequence[ImageSource]) -> None:
+        """Raise InvalidRequest, naming the field, if the model reads no images and one of these
+        cannot be replaced by a note."""
         if self.refusal:
-            raise InvalidRequest.at(source.param, self.refusal)
+            for source in sources:
+                if not source.note:
+                    raise source.refusal(self.refusal)
 
     def read(self, sources: Sequence[ImageSource], times: ImageTimes) -> list[ProcessedImage]:
         """Return the images of a conversation, preprocessed. Raises InvalidRequest."""

@@ -29,7 +29,7 @@ from gateway.sandbox.messages import (
 from gateway.sandbox.process import LimitExceeded, SandboxProcess, frame_of
 from protocol.engine.attachments import AttachedTensor, attached_bytes
 from protocol.wire.arrays import UInt8
-from protocol.wire.errors import InvalidRequest
+from protocol.wire.errors import InvalidImage
 
 CPU_S = 20.0
 """CPU time limit of one image. The first one also loads transformers, which takes 2 s."""
@@ -75,7 +75,7 @@ class ImageFetcher(Protocol):
     """Loads the bytes of images that are elsewhere."""
 
     def fetch(self, source: ImageSource) -> bytes:
-        """Return the bytes of an image with an http(s): URL. Raises InvalidRequest."""
+        """Return the bytes of an image with an http(s): URL. Raises InvalidImage."""
 
 
 class ImageReader:
@@ -122,7 +122,7 @@ class ImageReader:
     ) -> list[ProcessedImage]:
         """Return the preprocessed images, and add what they cost to `times`.
 
-        Raises InvalidRequest, naming the field, if an image cannot be used, and Overloaded if too
+        Raises InvalidImage, naming the field, if an image cannot be used, and Overloaded if too
         many images are waiting.
         """
         started_at = time.monotonic()
@@ -154,6 +154,8 @@ class ImageReader:
 
     def _loaded(self, source: ImageSource) -> tuple[bytes, str]:
         """Return the bytes of an image and their SHA-256."""
+        if source.problem is not None:
+            raise source.problem
         if source.url.lower().startswith("http"):
             source = ImageSource(source.param, data=self._fetcher.fetch(source))
 
@@ -170,9 +172,9 @@ class ImageReader:
         try:
             reply, raw = self._process.full_reply(frame_of(ProcessImage(settings), [file]))
         except LimitExceeded as error:
-            raise InvalidRequest.at(source.param, f"the image is refused: {error}") from None
+            raise InvalidImage.at(source.param, f"the image is refused: {error}") from None
         if isinstance(reply, CallFailed):
-            raise InvalidRequest.at(source.param, reply.message)
+            raise InvalidImage.at(source.param, reply.message)
         assert isinstance(reply, ImageProcessed)
         times.decode_s += reply.decode_s
         times.preprocess_s += reply.preprocess_s

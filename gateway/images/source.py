@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.images.limits import MAX_IMAGE_BYTES, MEDIA_TYPES
-from protocol.wire.errors import InvalidRequest
+from protocol.wire.errors import InvalidImage
 from protocol.wire.field_words import one_of
 
 IMAGE_PARTS = ("image_url", "input_image", "image")
@@ -25,9 +25,14 @@ _DATA = "data:"
 _BLANKS = re.compile(rb"\s+")
 
 
+NOTE = "[image left out: this model reads text only]"
+"""The text that replaces an image in a tool's result, if the model reads no images: the user cannot
+change what a tool returns."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image of a request, not loaded yet. Exactly one of the last four fields is set."""
+    """An image of a request, not loaded yet. `base64`, `url`, `data` or `problem` is set."""
 
     #: Path of the field, for errors.
     param: str
@@ -35,10 +40,22 @@ class ImageSource:
     base64: str = ""
     #: `data:`, `http:` or `https:`.
     url: str = ""
-    #: The id of an uploaded file.
-    file_id: str = ""
     #: Bytes that are loaded already.
     data: bytes = b""
+    #: Why the image cannot be loaded. A model that reads no images has another error, or none.
+    problem: InvalidImage | None = None
+    #: The field and the value that a model without images refuses; "": `param` itself. With a
+    #: note, the part that is left out.
+    kind_at: str = ""
+    kind: str = ""
+    #: The text that replaces the image if the model reads none; "": it is then an error.
+    note: str = ""
+
+    def refusal(self, why: str) -> InvalidImage:
+        """Return the error of a model that reads no images, for the reason `why`."""
+        if not self.kind:
+            return InvalidImage.at(self.kind_at or self.param, why)
+        return InvalidImage.wrong(self.kind_at, f"{one_of(('text',))}, because {why}", self.kind)
 
 
 def is_image(part: Any) -> bool:
@@ -55,15 +72,26 @@ def source_of(part: Any, at: str) -> ImageSource:
     """Return the source of a content part that `is_image`.
 
     at  path of the part
-
-    Raises InvalidRequest, naming the field.
     """
     if isinstance(part, ImageSource):
         return part
+    return deferred(lambda: _checked_source(part, at), at)
+
+
+def deferred(make: Callable[[], ImageSource], param: str) -> ImageSource:
+    """Return what `make` returns, or a source with the error that it raises as its problem."""
+    try:
+        return make()
+    except InvalidImage as error:
+        return ImageSource(param, problem=error)
+
+
+def _checked_source(part: Mapping[str, Any], at: str) -> ImageSource:
+    """Return the source of a content part. Raises InvalidImage."""
     if "image_url" in part and part["image_url"] is not None:
         return _of_image_url(part, at)
     if part.get("file_id") is not None:
-        return ImageSource(f"{at}.file_id", file_id=_text(part["file_id"], f"{at}.file_id"))
+        raise no_files(f"{at}.file_id")
     for name in ("url", "image"):
         if part.get(name) is not None:
             text = _text(part[name], f"{at}.{name}")
@@ -71,7 +99,7 @@ def source_of(part: Any, at: str) -> ImageSource:
     if part.get("base64") is not None:
         text = _text(part["base64"], f"{at}.base64")
         return ImageSource(f"{at}.base64", base64=text)
-    raise InvalidRequest.at(f"{at}.image_url", "is required: a data: URL, or an http(s): URL")
+    raise InvalidImage.at(f"{at}.image_url", "is required: a data: URL, or an http(s): URL")
 
 
 def _of_image_url(part: Mapping[str, Any], at: str) -> ImageSource:
@@ -83,37 +111,44 @@ def _of_image_url(part: Mapping[str, Any], at: str) -> ImageSource:
         detail, detail_at = value.get("detail", detail), f"{path}.detail"
         value, path = value.get("url"), f"{path}.url"
     if detail is not None and detail not in DETAILS:
-        raise InvalidRequest.wrong(detail_at, one_of(DETAILS), detail)
+        raise InvalidImage.wrong(detail_at, one_of(DETAILS), detail)
     return url_source(_text(value, path), path)
 
 
 def url_source(url: str, param: str) -> ImageSource:
     """Return the source of an image with this URL. `param` is the path of the URL. Raises
-    InvalidRequest if it has another scheme."""
+    InvalidImage if it has another scheme."""
     scheme = url[:8].lower()
     if not scheme.startswith((_DATA, "http://", "https://")):
-        raise InvalidRequest.at(
+        raise InvalidImage.at(
             param, "must be a data: URL with the image in base64, or an http(s): URL"
         )
     return ImageSource(param, url=url)
 
 
+def no_files(param: str) -> InvalidImage:
+    """Return the error of an image that is named by the id of a file."""
+    return InvalidImage.at(
+        param, "images are not read from uploaded files yet; send the image as a data: URL"
+    )
+
+
 def _text(value: Any, param: str) -> str:
     if not isinstance(value, str):
-        raise InvalidRequest.wrong(param, "a string", value)
+        raise InvalidImage.wrong(param, "a string", value)
     return value
 
 
 def check_media_type(media_type: Any, param: str) -> None:
-    """Raise InvalidRequest if a media type is not that of a supported format. The bytes decide
+    """Raise InvalidImage if a media type is not that of a supported format. The bytes decide
     which of the formats an image has."""
     kind = media_type.partition(";")[0].strip().lower() if isinstance(media_type, str) else None
     if kind not in (*MEDIA_TYPES, "image/jpg", "image/x-ms-bmp"):
-        raise InvalidRequest.wrong(param, one_of(MEDIA_TYPES), media_type)
+        raise InvalidImage.wrong(param, one_of(MEDIA_TYPES), media_type)
 
 
 def decoded_bytes(source: ImageSource) -> bytes:
-    """Return the bytes of an image whose source holds them. Raises InvalidRequest."""
+    """Return the bytes of an image whose source holds them. Raises InvalidImage."""
     if source.data:
         return source.data
     text = source.base64
@@ -121,7 +156,7 @@ def decoded_bytes(source: ImageSource) -> bytes:
         head, comma, text = source.url.partition(",")
         media_type, *options = head[len(_DATA) :].split(";")
         if not comma or not options or options[-1].strip().lower() != "base64":
-            raise InvalidRequest.at(
+            raise InvalidImage.at(
                 source.param, "a data: URL must be data:<media type>;base64,<image in base64>"
             )
         check_media_type(media_type, source.param)
@@ -130,9 +165,9 @@ def decoded_bytes(source: ImageSource) -> bytes:
     try:
         data = base64.b64decode(_BLANKS.sub(b"", text.encode("ascii")), validate=True)
     except (UnicodeEncodeError, binascii.Error) as error:
-        raise InvalidRequest.at(source.param, f"not valid base64: {_why(error)}") from None
+        raise InvalidImage.at(source.param, f"not valid base64: {_why(error)}") from None
     if not data:
-        raise InvalidRequest.at(source.param, "the image has no bytes")
+        raise InvalidImage.at(source.param, "the image has no bytes")
     if len(data) > MAX_IMAGE_BYTES:
         raise too_large(source.param)
     return data
@@ -142,6 +177,6 @@ def _why(error: Exception) -> str:
     return "not ASCII" if isinstance(error, UnicodeEncodeError) else str(error)
 
 
-def too_large(param: str) -> InvalidRequest:
+def too_large(param: str) -> InvalidImage:
     """Return the error of an image file with too many bytes."""
-    return InvalidRequest.at(param, f"the image has more than {MAX_IMAGE_BYTES:,} bytes")
+    return InvalidImage.at(param, f"the image has more than {MAX_IMAGE_BYTES:,} bytes")

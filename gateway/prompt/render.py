@@ -12,7 +12,7 @@ import msgspec
 from gateway.images.marks import MarkedImages, marked_images
 from gateway.images.model_images import NO_IMAGES, ModelImages, PromptImages
 from gateway.images.reader import ImageTimes
-from gateway.prompt.content import REASONING_MEMBERS, checked_turns
+from gateway.prompt.content import REASONING_MEMBERS, TEXT_PARTS, checked_turns
 from gateway.prompt.fit import (
     describes_tools,
     fitted_list,
@@ -169,21 +169,29 @@ class ChatRenderer:
         """
         kwargs = self.kwargs(options, conversation.template, conversation.tools)
         conversation = replace(conversation, kwargs=kwargs)
-        marks = marked_images(conversation.messages, conversation.param)
+        marks = None
+        if _may_have_images(conversation.messages):
+            marks = marked_images(
+                conversation.messages, conversation.param, reads_parts=self._images.has_encoder
+            )
+        found = NO_IMAGES
         if marks is not None:
-            return self._with_images(conversation, marks, offload)
+            self._images.check(marks.sources)
+            if not self._images.refusal:
+                return self._with_images(conversation, marks, offload)
+            conversation = replace(conversation, messages=marks.without_images())
+            found = PromptImages(left_out=[source.kind_at for source in marks.sources])
         started_at = time.monotonic()
         text = self.text(conversation)
         template_s = time.monotonic() - started_at
         ids = self._encode(text, conversation.param, offload)
-        return RenderedPrompt(text, ids, kwargs, template_s)
+        return RenderedPrompt(text, ids, kwargs, template_s, found)
 
     def _with_images(
         self, conversation: PromptConversation, marks: MarkedImages, offload: Offload | None
     ) -> RenderedPrompt:
         """Render and tokenize a conversation that has images, as `prompt` does."""
         images, times = self._images, ImageTimes()
-        images.check(marks.sources[0])
         # What the template refuses is refused before the images are processed.
         marker = images.prompter.marker
         guarded = replace(
@@ -273,6 +281,17 @@ class ChatRenderer:
             return self._templates.load_foreign(source, self._special_tokens)
         except ValueError as error:
             raise InvalidRequest.at("chat_template", str(error)) from None
+
+
+def _may_have_images(messages: Sequence[Any]) -> bool:
+    """Return whether a message has a content part that is no text."""
+    contents = [each.get("content") for each in messages if isinstance(each, Mapping)]
+    return any(
+        not isinstance(part, Mapping) or part.get("type") not in TEXT_PARTS
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
 
 
 def _rendered(

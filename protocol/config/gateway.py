@@ -316,12 +316,12 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     image_urls: Annotated[
         list[str],
         about(
-            "also load images that requests name by an http(s): URL, from this host; repeat for "
-            "several; default: none, so that images must be in the requests",
-            metavar="HOST[:PORT]",
+            "also load images that requests name by an http(s): URL, from this host (or "
+            "HOST:PORT); repeat for several; default: none, so that images must be in the requests",
+            metavar="HOST",
         ),
     ] = []
-    image_cache_mib: Annotated[
+    preprocessed_images_mib: Annotated[
         int,
         about("MiB of preprocessed images that each gateway process keeps", ge=0, le=1 << 16),
     ] = 256

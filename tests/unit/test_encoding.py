@@ -225,7 +225,7 @@ def test_too_many_inputs_are_refused() -> None:
 
 def test_inputs_with_too_many_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     encoding = EncodingCard(task="embed", max_tokens=MAX_INPUT, size=MAX_RESULT_NUMBERS // 5)
-    monkeypatch.setattr("tests.support.engines.a_card", lambda: a_card(encoding=encoding))
+    monkeypatch.setattr("tests.support.engines.a_card", lambda **_: a_card(encoding=encoding))
     error = refused(Bench(), *[[1]] * 6).error
     assert error.message == "input: 6 inputs; a request can have at most 5"
 
@@ -299,12 +299,12 @@ def test_a_draining_engine_finishes_what_it_has_accepted() -> None:
 def test_a_model_that_does_not_encode_refuses_such_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tests.support.engines.a_card", lambda: a_card(encoding=None))
+    monkeypatch.setattr("tests.support.engines.a_card", lambda **_: a_card(encoding=None))
     assert refused(Bench(), [1]).error.message == "echo has no embeddings and no scores"
 
 
 def test_a_model_that_only_encodes_refuses_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.engines.a_card", lambda: a_card(generates=False))
+    monkeypatch.setattr("tests.support.engines.a_card", lambda **_: a_card(generates=False))
     assert Bench().refusal([1]).error.message == "echo does not generate text"
 
 
