@@ -11,6 +11,8 @@ import http.client
 import ipaddress
 import ssl
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 import gevent
@@ -26,6 +28,9 @@ MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PORTS = {"http": 80, "https": 443}
 _PIECE_BYTES = 1 << 16
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
+"""Networks of addresses that contain an IPv4 address, to which a router translates them."""
 
 
 class _TooSlow(Exception):
@@ -36,8 +41,17 @@ def is_public(address: str) -> bool:
     """Return whether an IP address belongs to a host on the internet, and not to this machine, its
     network or its cloud."""
     found = ipaddress.ip_address(address)
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_global and not found.is_multicast
+    inner: ipaddress.IPv4Address | None = None
+    if isinstance(found, ipaddress.IPv6Address):
+        if found in _LOCAL_NAT64:
+            return False
+        inner = found.ipv4_mapped or found.sixtofour
+        if found in _NAT64:
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        if inner is None and found.teredo is not None:
+            return False
+    checked = inner or found
+    return checked.is_global and not checked.is_multicast
 
 
 class UrlFetcher:
@@ -80,28 +94,26 @@ class UrlFetcher:
             parts = urlsplit(url)
             if parts.netloc.lower() != host:
                 raise InvalidImage.at(param, "the URL redirects to another host")
-            connection = self._connected(parts, param)
-            try:
-                connection.request(
-                    "GET",
-                    parts._replace(scheme="", netloc="", fragment="").geturl() or "/",
-                    headers={"Accept": ", ".join(f"image/{name.lower()}" for name in FORMATS)},
-                )
-                response = connection.getresponse()
-                if response.status in _REDIRECTS and (target := response.getheader("Location")):
-                    url = urljoin(url, target)
+            target = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
+            accepted = ", ".join(f"image/{name.lower()}" for name in FORMATS)
+            with ExitStack() as stack:
+                connection = self._connected(parts, param, stack)
+                connection.request("GET", target, headers={"Accept": accepted})
+                response = stack.enter_context(connection.getresponse())
+                if response.status in _REDIRECTS and (place := response.getheader("Location")):
+                    url = urljoin(url, place)
                     continue
                 if response.status != 200:
                     raise InvalidImage.at(
                         param, f"the image's server answered with the status {response.status}"
                     )
                 return _body(response, param)
-            finally:
-                connection.close()
         raise InvalidImage.at(param, "the URL redirects too often")
 
-    def _connected(self, url: SplitResult, param: str) -> http.client.HTTPConnection:
-        """Return a connection to a checked address of the URL's host."""
+    def _connected(
+        self, url: SplitResult, param: str, stack: ExitStack
+    ) -> http.client.HTTPConnection:
+        """Return a connection to a checked address of the URL's host. `stack` closes it."""
         name, port = (url.hostname or "").lower(), url.port or _PORTS.get(url.scheme)
         if port is None or url.username is not None:
             raise InvalidImage.at(param, "must be an http: or https: URL without a user name")
@@ -113,17 +125,25 @@ class UrlFetcher:
                 "or ask the operator to allow the host with --image-urls",
             )
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        addresses = [entry[4][0] for entry in found]
-        if not addresses or not all(self._may_connect(str(each)) for each in addresses):
+        if not found or not all(self._may_connect(str(entry[4][0])) for entry in found):
             raise InvalidImage.at(
                 param, f"the host {name!r} has an address that is not on the internet"
             )
         connection = http.client.HTTPConnection(name, port)
-        plain = socket.create_connection((addresses[0], port))
+        family, kind, protocol, _, address = found[0]
+        plain = stack.enter_context(socket.socket(family, kind, protocol))
+        plain.connect(address)
         if url.scheme == "https":
-            plain = ssl.create_default_context().wrap_socket(plain, server_hostname=name)
+            plain = stack.enter_context(_tls().wrap_socket(plain, server_hostname=name))
         connection.sock = plain
+        stack.callback(connection.close)
         return connection
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Return the context of all connections. Making one reads all certificates of the system."""
+    return ssl.create_default_context()
 
 
 def _body(response: http.client.HTTPResponse, param: str) -> bytes:
