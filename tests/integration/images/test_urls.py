@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-import gevent
 import pytest
 from gevent import socket
+from gevent.event import Event
 from gevent.server import StreamServer
 
 from gateway.images.fetch import UrlFetcher, is_public
@@ -39,7 +39,7 @@ def served(answer: Callable[[bytes], bytes | None]) -> Iterator[tuple[str, list[
                 pass
             reply = answer(lines[-1])
             if reply is None:
-                gevent.sleep(60)
+                Event().wait()  # until the client closes and the server stops
             else:
                 connection.sendall(reply)
 
