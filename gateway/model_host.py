@@ -25,6 +25,7 @@ from gateway.generation.group import ClientGone
 from gateway.generation.time_limits import TimeLimits
 from gateway.http.client_socket import HangUp
 from gateway.http.sse import LAST_EVENT_HEADER
+from gateway.images.reader import ImageReader
 from gateway.model_preparation import ModelPreparation
 from gateway.model_use import ModelUse, adapter_named
 from gateway.sandbox.clients import TemplateProcesses
@@ -60,6 +61,7 @@ class ModelHost:
         config: ModelConfig,
         engine: EngineClient,
         templates: TemplateProcesses,
+        images: ImageReader | None = None,
         *,
         link: SupervisorLink | None = None,
         end_of_service: Callable[[], ServingError | None],
@@ -68,7 +70,11 @@ class ModelHost:
     ) -> None:
         self.config = config
         self._preparation = ModelPreparation(
-            config, templates, describe_writing=describe_writing, on_unservable=on_unservable
+            config,
+            templates,
+            images,
+            describe_writing=describe_writing,
+            on_unservable=on_unservable,
         )
         self.engine = engine
         self._link = link

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from gevent.lock import Semaphore
 
+from gateway.images.reader import ImageReader
 from gateway.prompt.template import TemplateLoader
 from gateway.sandbox.clients import trial_process, try_tokenizer
 from gateway.served_model import ModelOptions, ModelText, ServedModel
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 class ModelPreparation:
     """Prepares the models of one `ModelHost`.
 
+    images            reads the images of requests; None: they are refused
     describe_writing  returns in words how this process writes streams, for the log
     on_unservable     called if the first model that the engine reports cannot be served
 
@@ -39,6 +41,7 @@ class ModelPreparation:
         self,
         config: ModelConfig,
         templates: TemplateLoader,
+        images: ImageReader | None = None,
         *,
         describe_writing: Callable[[], str],
         on_unservable: Callable[[ValueError], None],
@@ -48,6 +51,7 @@ class ModelPreparation:
         self.served: ServedModel | None = None
         self._config = config
         self._templates = templates
+        self._images = images
         self._describe_writing = describe_writing
         self._on_unservable = on_unservable
         self._preparing = Semaphore(1)
@@ -80,7 +84,7 @@ class ModelPreparation:
         with self._preparing, contextlib.suppress(ValueError):
             card = read_card(self._config.expected_card).card
             if self._text is None and self._is_tried(card.tokenizer):
-                self._text = ModelText.from_card(card, self.options, self._templates)
+                self._text = self._text_of(card)
 
     def served_model(self, card: ModelCard, limits: Limits) -> ServedModel:
         """Return the model, prepared from the `card` and `limits` of an engine's Welcome message.
@@ -98,6 +102,9 @@ class ModelPreparation:
                 self._served_card = card
             return served
 
+    def _text_of(self, card: ModelCard) -> ModelText:
+        return ModelText.from_card(card, self.options, self._templates, self._images)
+
     def has_failed(self, card: ModelCard | None) -> bool:
         """Return whether preparing the model card `card` has failed. Only the last failure is
         remembered."""
@@ -109,7 +116,7 @@ class ModelPreparation:
         try:
             self._try_tokenizer(card.tokenizer)
             if self._text is None or not self._text.fits(card):
-                self._text = ModelText.from_card(card, self.options, self._templates)
+                self._text = self._text_of(card)
             served = ServedModel.from_text(self._text, card, limits, self.options)
         except ValueError as error:
             self._unservable = card, error

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.formats.model_format import ModelOutputFormat, check_names
+from gateway.images.model_images import ModelImages
+from gateway.images.reader import ImageReader
 from gateway.prompt.infill import InfillFormat, infill_format
 from gateway.prompt.kwargs import effective_kwargs
 from gateway.prompt.render import ChatRenderer
@@ -144,12 +146,18 @@ class ModelText:
 
     @classmethod
     def from_card(
-        cls, card: ModelCard, options: ModelOptions, templates: TemplateLoader
+        cls,
+        card: ModelCard,
+        options: ModelOptions,
+        templates: TemplateLoader,
+        images: ImageReader | None = None,
     ) -> ModelText:
-        """Make the parts. Raises ValueError if the tokenizer or an option cannot be used."""
+        """Make the parts. Without `images`, requests with images are refused. Raises ValueError
+        if the tokenizer or an option cannot be used."""
         effective = options.effective_card(card)
         tokenizer = Tokenizer(effective)
-        renderer = ChatRenderer(effective, tokenizer, templates)
+        placing = ModelImages(effective, tokenizer, images)
+        renderer = ChatRenderer(effective, tokenizer, templates, placing)
         output_format = ModelOutputFormat(
             effective,
             tokenizer,

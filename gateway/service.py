@@ -35,6 +35,8 @@ from gateway.http.body_memory import BodyMemory
 from gateway.http.client_socket import NOT_GUNICORN, describe_writing
 from gateway.http.connections import ClientConnections
 from gateway.http.json_size import MAX_TOKEN_IDS, JsonBounds
+from gateway.images.fetch import UrlFetcher
+from gateway.images.reader import ImageReader
 from gateway.model_host import ModelHost
 from gateway.model_use import ModelUse
 from gateway.observe.metrics import Metrics, ModelEngines
@@ -142,6 +144,11 @@ class Service:
     def __init__(self, config: GatewayConfig, interrupt: Mapping[str, Interrupt]) -> None:
         self.config = config
         self.templates = TemplateProcesses()
+        self.images = ImageReader(
+            UrlFetcher(config.image_urls),
+            offload=offload,
+            cache_bytes=config.preprocessed_images_mib << 20,
+        )
         self.bodies = BodyReader(config.max_body_mib << 20, BodyMemory(config.body_memory_bytes))
         self.keys = KeyWatch(config)
         self.metrics = Metrics(
@@ -192,6 +199,7 @@ class Service:
             model,
             _engine_client(self.config, model, self.metrics),
             self.templates,
+            self.images,
             link=self.link,
             end_of_service=self._draining,
             describe_writing=lambda: describe_writing(self.obstacle),
@@ -251,6 +259,7 @@ class Service:
         for host in [*self.hosts, *self._removed_hosts]:
             host.close()
         self.templates.close()
+        self.images.close()
         if self.tracing is not None:
             self.tracing.close()
 

@@ -44,7 +44,7 @@ GROUPS = (
         "served_name max_len chat_template lora",
         "lora_dir max_loras max_lora_rank default_sampling default_chat_template_kwargs "
         "trust_request_chat_template tool_format reasoning_format reasoning_fields pooling "
-        "render_only",
+        "image_urls preprocessed_images_mib image_data_mib image_cache_mib render_only",
     ),
     OptionGroup(
         "memory",

@@ -6,10 +6,11 @@ model) and `gateway/fleet/disaggregated.py` (prefill and decode engines).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Unpack
 
 from protocol.engine.adapters import AdapterInfo
+from protocol.engine.attachments import AttachedTensor
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.messages import (
     Aborted,
@@ -40,6 +41,9 @@ class RoutedOptions(GenerateOptions, total=False):
 
     #: Requests of one session should be sent to one engine; "": no session. Engines do not need it.
     session: str
+    #: Digest -> content of the request's attachments, which is sent before the request if the
+    #: engine does not have it.
+    contents: Mapping[str, Sequence[AttachedTensor]]
 
 
 Report = (

@@ -34,6 +34,7 @@ from protocol.engine.messages import (
     Aborted,
     Account,
     AdapterChanged,
+    AttachData,
     Encode,
     Generate,
     GetStatus,
@@ -170,8 +171,10 @@ class ZmqEngineClient:
     ) -> int:
         self.start()
         options.pop("session", "")  # only a choice between engines needs it
+        contents = options.pop("contents", {})
         message = self.session.generate(prompt, params, **cast(GenerateOptions, options))
-        self._open(message, subscriber)
+        attached = [self.session.attach(digest, [*each]) for digest, each in contents.items()]
+        self._open(message, subscriber, before=[each for each in attached if each is not None])
         return message.request
 
     def encode(
@@ -323,11 +326,19 @@ class ZmqEngineClient:
         epoch, stats = self._stats
         return stats if self.session.is_ready and epoch == self.session.epoch else None
 
-    def _open(self, message: Generate | Encode | Command, subscriber: Subscriber) -> None:
-        """Send a message that opens a request. Raises EngineNotReady if it cannot be sent."""
+    def _open(
+        self,
+        message: Generate | Encode | Command,
+        subscriber: Subscriber,
+        *,
+        before: Sequence[AttachData] = (),
+    ) -> None:
+        """Send a message that opens a request, after the messages `before`. Raises EngineNotReady
+        if one of them cannot be sent."""
         self._subscribers[message.request] = subscriber
         try:
-            self._send(message)
+            for each in (*before, message):
+                self._send(each)
         except zmq.Again:
             self.session.abort(message.request)
             del self._subscribers[message.request]

@@ -140,6 +140,9 @@ class ChoiceGroup:
                 "kv_handle": request.kv_handle,
                 "is_first": choice.index == 0,
             }
+            if request.images.attachments:
+                options["attachments"] = [*request.images.attachments]
+                options["contents"] = request.images.by_digest
             prompt, on_report = prompts[choice.prompt_index], partial(self.on_report, choice)
             choice.request = self._engine.generate(prompt, choice.params, on_report, **options)
         self._accepted.wait()

@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.formats.events import Finished, OutputDelta, OutputWarning, ToolCall, ToolCallEnd
 from gateway.formats.reasoning_tokens import ReasoningCounter
+from gateway.images.model_images import NO_IMAGES, PromptImages
 from protocol.engine.encoding import EncodeInputs
 from protocol.engine.grammar import Grammar
 from protocol.engine.logprobs import TokenLogprobs
@@ -106,6 +107,7 @@ class PromptRequest:
     kv_handle: str = ""
     #: The inputs of a request that encodes; their tokens are `prompt_ids`. None: it generates.
     encode: EncodeInputs | None = None
+    images: PromptImages = NO_IMAGES
 
 
 def lowered_max_tokens(

@@ -25,7 +25,7 @@ from gateway.generation.time_limits import TimeLimits
 from gateway.http.client_socket import HangUp, Outlet
 from gateway.http.sse import EVENTS, EventStream, StreamFormat
 from protocol.config.gateway import GatewayConfig
-from protocol.wire.errors import RequestError, ServingError, StaleAdapter
+from protocol.wire.errors import AttachmentMissing, RequestError, ServingError, StaleAdapter
 
 S = TypeVar("S", bound=Sink)
 
@@ -105,7 +105,8 @@ class JobRunner:
         `needs_client` and a queue timeout, this waits for the first token, because the engine may
         refuse the request until then.
 
-        If the adapter has been replaced meanwhile, the choices are sent again, once.
+        If the adapter has been replaced meanwhile, or the engine has dropped an image, the choices
+        are sent again, once.
 
         needs_client  abort the job if its client disconnects
         is_whole      the client waits for the whole answer, so the timeout in its headers applies
@@ -123,6 +124,9 @@ class JobRunner:
             except StaleAdapter:  # before this refusal, the engine has sent its new list
                 context.timeline.reopen()
                 return self._send(job.with_current_adapter(), limits, needs_client=needs_client)
+            except AttachmentMissing:  # the session with the engine then sends all images again
+                context.timeline.reopen()
+                return self._send(job, limits, needs_client=needs_client)
         except RequestError as error:
             if job.num_choices == 1:
                 use.engine.cache_refusal(context.caller.account, error)

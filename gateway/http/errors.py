@@ -33,6 +33,7 @@ from protocol.wire.errors import (
     Draining,
     EngineLost,
     EngineNotReady,
+    InvalidImage,
     InvalidRequest,
     LimitReached,
     NoEngine,
@@ -69,6 +70,7 @@ _STATUS: dict[type[ServingError], int] = {
     Unauthenticated: 401,
     Forbidden: 403,
     InvalidRequest: 400,
+    InvalidImage: 400,
     ThreadsUnsupported: 400,
     ContextTooLong: 400,
     UnknownModel: 404,
@@ -145,7 +147,7 @@ def fault_of(error: ServingError) -> HTTPFault:
     retry_s = None
     if status in (429, 503):
         retry_s = max(DEFAULT_RETRY_S, math.ceil(error.retry_after_s or 0))
-    code = None if type(error) is InvalidRequest else error.code
+    code = None if type(error) in (InvalidRequest, InvalidImage) else error.code
     return HTTPFault(status, error.message, error.param, code, retry_s, error.excess)
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from gateway.images.marks import split_at
 from gateway.prompt.content import ChatTurn, TurnCall, checked_turns, to_json
 from gateway.prompt.tool_prompt import calls_as_text, describe_tools
 from gateway.prompt.traits import TemplateTraits
@@ -37,6 +38,7 @@ def template_messages(
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     tool_format: str | None = None,
+    image_mark: str = "",
     param: str = "messages",
 ) -> list[dict[str, Any]]:
     """Return a request's messages for a template with these traits, after checking them.
@@ -44,11 +46,13 @@ def template_messages(
     tools        the request's tools
     tool_format  the name of the model's tool format; None: its answers are not parsed for calls,
                  so tools that the template does not render are not described either
+    image_mark   the text that stands for an image; "": the conversation has none
     param        path of the messages in the request
 
     Raises InvalidRequest, naming the field, if a message is invalid.
     """
-    return fitted_messages(checked_turns(messages, param), traits, tools, tool_format=tool_format)
+    turns = checked_turns(messages, param)
+    return fitted_messages(turns, traits, tools, tool_format=tool_format, image_mark=image_mark)
 
 
 def fitted_messages(
@@ -57,11 +61,12 @@ def fitted_messages(
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     tool_format: str | None = None,
+    image_mark: str = "",
 ) -> list[dict[str, Any]]:
     """Return the turns as messages for a template with these traits.
 
-    tools        the request's tools
-    tool_format  as in `template_messages`
+    tools                    the request's tools
+    tool_format, image_mark  as in `template_messages`
     """
     turns = _identify_calls([_with_known_role(turn, traits) for turn in turns], traits)
     turns = _gather_results(turns)
@@ -74,7 +79,7 @@ def fitted_messages(
         turns = [ChatTurn("system"), *turns]
     for step in _STEPS:
         turns = step(turns, traits)
-    return [_message(turn, traits) for turn in turns]
+    return [_message(turn, traits, image_mark) for turn in turns]
 
 
 def describes_tools(traits: TemplateTraits, tool_format: str | None) -> bool:
@@ -364,7 +369,7 @@ _STEPS: tuple[Callable[[Turns, TemplateTraits], Turns], ...] = (
 # ---- one message
 
 
-def _message(turn: ChatTurn, traits: TemplateTraits) -> dict[str, Any]:
+def _message(turn: ChatTurn, traits: TemplateTraits, image_mark: str) -> dict[str, Any]:
     message = {**turn.extra, "role": turn.role}
     if turn.calls:
         message["tool_calls"] = [_call(call, traits) for call in turn.calls]
@@ -373,7 +378,7 @@ def _message(turn: ChatTurn, traits: TemplateTraits) -> dict[str, Any]:
     if turn.calls and not turn.text:
         message |= _without_text(traits)
     else:
-        message["content"] = _content(turn, traits)
+        message["content"] = _content(turn, traits, image_mark)
     return _with_reasoning(message, turn, traits)
 
 
@@ -390,10 +395,13 @@ def _without_text(traits: TemplateTraits) -> dict[str, Any]:
             return {}
 
 
-def _content(turn: ChatTurn, traits: TemplateTraits) -> Any:
+def _content(turn: ChatTurn, traits: TemplateTraits, image_mark: str) -> Any:
     """Return a message's content as a string, a list of parts or an object, as the template needs
-    it."""
+    it. Marks of images become parts, if the template writes markers for such parts."""
     role = "system" if turn.role in SYSTEM_ROLES else turn.role
+    if image_mark and role in traits.image_parts and image_mark in turn.text:
+        pieces = [piece for text in turn.texts for piece in split_at(image_mark, text)]
+        return [{"type": "image"} if piece == image_mark else _part(piece) for piece in pieces]
     if role == "tool" and traits.result_objects:
         return {"result": turn.text}
     if turn.has_parts and role in traits.parts and turn.texts:

@@ -23,6 +23,7 @@ import msgspec
 
 from gateway.prompt.content import ChatTurn, TurnCall
 from gateway.prompt.fit import fitted_list, fitted_messages, fitted_tools
+from gateway.prompt.image_probe import IMAGE_MARK, with_images
 from gateway.prompt.thinking import ThinkingProfile
 from gateway.prompt.traits import REASONING_FORMS, TemplateTraits
 
@@ -184,7 +185,7 @@ class _Prober:
         traits = traits or self.traits
         variables = {
             **self._thinking,
-            "messages": fitted_messages(turns, traits, tools),
+            "messages": fitted_messages(turns, traits, tools, image_mark=IMAGE_MARK),
             "tools": fitted_tools(tools, traits),
             "documents": fitted_list((), traits),
             "add_generation_prompt": turns[-1].role != "assistant",
@@ -220,6 +221,8 @@ def find_traits(render: Render, source: str, profile: ThinkingProfile) -> Templa
     _find_neighbours(prober)
     _find_systems(prober)
     _find_reasoning(prober)
+    if "image" in source:
+        prober.traits = with_images(prober.traits, prober.output, prober.tools)
     omits_texts = "content" in source and _omits_texts(prober)
     return msgspec.structs.replace(prober.traits, omits_texts=omits_texts)
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.prompt.content import REASONING_MEMBERS, checked_turns
+from gateway.images.marks import MarkedImages, marked_images
+from gateway.images.model_images import NO_IMAGES, ModelImages, PromptImages
+from gateway.images.reader import ImageTimes
+from gateway.prompt.content import REASONING_MEMBERS, TEXT_PARTS, checked_turns
 from gateway.prompt.fit import (
     describes_tools,
     fitted_list,
@@ -58,6 +61,8 @@ class PromptConversation:
     add_generation_prompt: bool = True
     #: Whether the prompt ends with the final message, so that the model continues it.
     continue_final_message: bool = False
+    #: The text that stands for an image in the messages; "": the conversation has none.
+    image_mark: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +84,7 @@ class RenderedPrompt:
     kwargs: dict[str, Any]
     #: Seconds that the template took; the rest of the time went to the tokenizer.
     template_s: float = 0.0
+    images: PromptImages = NO_IMAGES
 
 
 class ChatRenderer:
@@ -88,8 +94,15 @@ class ChatRenderer:
     `tokens` raise InvalidRequest with the reason.
     """
 
-    def __init__(self, card: ModelCard, tokenizer: Tokenizer, templates: TemplateLoader) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        templates: TemplateLoader,
+        images: ModelImages | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._images = ModelImages(card, tokenizer, None) if images is None else images
         self._templates = templates
         self._special_tokens = card.special_tokens
         self._default = self._loaded(card.chat_template)
@@ -155,11 +168,54 @@ class ChatRenderer:
         encoded, and ContextTooLong if the text is too long.
         """
         kwargs = self.kwargs(options, conversation.template, conversation.tools)
+        conversation = replace(conversation, kwargs=kwargs)
+        marks = None
+        if _may_have_images(conversation.messages):
+            marks = marked_images(
+                conversation.messages, conversation.param, reads_parts=self._images.has_encoder
+            )
+        found = NO_IMAGES
+        if marks is not None:
+            self._images.check(marks.sources)
+            if not self._images.refusal:
+                return self._with_images(conversation, marks, offload)
+            conversation = replace(conversation, messages=marks.without_images())
+            found = PromptImages(left_out=[source.kind_at for source in marks.sources])
         started_at = time.monotonic()
-        text = self.text(replace(conversation, kwargs=kwargs))
+        text = self.text(conversation)
         template_s = time.monotonic() - started_at
         ids = self._encode(text, conversation.param, offload)
-        return RenderedPrompt(text, ids, kwargs, template_s)
+        return RenderedPrompt(text, ids, kwargs, template_s, found)
+
+    def _with_images(
+        self, conversation: PromptConversation, marks: MarkedImages, offload: Offload | None
+    ) -> RenderedPrompt:
+        """Render and tokenize a conversation that has images, as `prompt` does."""
+        images, times = self._images, ImageTimes()
+        # What the template refuses is refused before the images are processed.
+        marker = images.prompter.marker
+        guarded = replace(
+            conversation,
+            messages=marks.guarded(marks.messages, marker),
+            tools=marks.guarded(conversation.tools, marker),
+            documents=marks.guarded(conversation.documents, marker),
+            kwargs=marks.guarded(conversation.kwargs, marker),
+            image_mark=marks.mark,
+        )
+        started_at = time.monotonic()
+        written = self.text(guarded)
+        template_s = time.monotonic() - started_at
+        contents = images.read(marks.sources, times)
+        template = conversation.template or self.template_for(conversation.tools)
+        try:
+            placed = images.placed(written, contents, marks, template.traits.image_text)
+            ids = self._encode(placed.text, conversation.param, offload)
+            digests = [each.digest for each in contents]
+            attachments = placed.attachments(ids, images.pad_id, digests)
+        except ValueError as error:
+            raise InvalidRequest.at(conversation.param, str(error)) from None
+        found = PromptImages(attachments, contents, times)
+        return RenderedPrompt(placed.text, ids, dict(conversation.kwargs), template_s, found)
 
     def kwargs(
         self, options: TemplateOptions, own: ParsedTemplate | None, tools: Sequence[Any] | None
@@ -180,7 +236,12 @@ class ChatRenderer:
         if not traits.renders_users:
             raise InvalidRequest.at(param, NOT_FOR_CHATS)
         messages = template_messages(
-            conversation.messages, traits, tools, tool_format=tool_format, param=param
+            conversation.messages,
+            traits,
+            tools,
+            tool_format=tool_format,
+            image_mark=conversation.image_mark,
+            param=param,
         )
         if traits.omits_texts:
             # With --tool-format none, the operator leaves out tools that are not rendered.
@@ -220,6 +281,17 @@ class ChatRenderer:
             return self._templates.load_foreign(source, self._special_tokens)
         except ValueError as error:
             raise InvalidRequest.at("chat_template", str(error)) from None
+
+
+def _may_have_images(messages: Sequence[Any]) -> bool:
+    """Return whether a message has a content part that is no text."""
+    contents = [each.get("content") for each in messages if isinstance(each, Mapping)]
+    return any(
+        not isinstance(part, Mapping) or part.get("type") not in TEXT_PARTS
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
 
 
 def _rendered(

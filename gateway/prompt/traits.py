@@ -32,6 +32,10 @@ class TemplateTraits(msgspec.Struct, frozen=True):
     #: Roles whose content may be a string. Other roles get a list, of one part unless the role is
     #: also in `parts`.
     strings: tuple[str, ...] = PROBED_ROLES
+    #: Roles whose content may have parts that are images, for which the template writes a marker.
+    image_parts: tuple[str, ...] = ()
+    #: What the template writes for an image in a user message; "": it has no markers for images.
+    image_text: str = ""
     #: The content of an assistant message that has only tool calls: "", None, a list with one empty
     #: part, or no member `content` at all.
     empty_content: Literal["text", "null", "parts", "absent"] = "text"

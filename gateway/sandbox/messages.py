@@ -4,24 +4,30 @@ One call is open at a time. The reply to a call does not depend on earlier calls
 was killed, its call can be sent again to a new process. (Earlier calls only fill the cache of
 compiled templates.)
 
-A frame is the length of a JSON text, in four bytes, followed by the text. It is not MessagePack,
-because a request may contain integers that are too large for MessagePack. If the highest bit of the
-length is set, the frame is the last reply of its process.
+A frame is the length of a JSON text and the length of raw bytes, in four bytes each, followed by
+both. The raw bytes are images and their tensors. The text is not MessagePack, because a request may
+contain integers that are too large for MessagePack. If the highest bit of the first length is set,
+the frame is the last reply of its process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import msgspec
 
+from gateway.images.settings import ProcessorSettings
 from gateway.prompt.thinking import ThinkingProfile
 from gateway.prompt.traits import TemplateTraits
 from gateway.prompt.written import WrittenTurns
+from protocol.engine.attachments import ITEM_BYTES, TensorType
 
-LENGTH_BYTES = 4
+Buffer = bytes | bytearray | memoryview
+HEAD_BYTES = 8
 LAST = 1 << 31
-"""The bit of a frame's length that marks the last reply of a process."""
+"""The bit of a frame's first length that marks the last reply of a process."""
 MAX_FRAME_BYTES = 256 << 20
 """Enough for the largest body that a server accepts, escaped, and for the largest prompt."""
 
@@ -56,7 +62,19 @@ class TryTokenizer(msgspec.Struct, frozen=True, tag="try_tokenizer", array_like=
     tokenizer: str
 
 
-Call = LoadTemplate | ProbeTemplate | RenderTemplate | TryTokenizer
+class LoadProcessor(msgspec.Struct, frozen=True, tag="load_processor", array_like=True):
+    """Gateway -> process. Load an image processor."""
+
+    settings: ProcessorSettings
+
+
+class ProcessImage(msgspec.Struct, frozen=True, tag="image", array_like=True):
+    """Gateway -> process. Decode and preprocess an image: the raw bytes of the frame."""
+
+    settings: ProcessorSettings
+
+
+Call = LoadTemplate | ProbeTemplate | RenderTemplate | TryTokenizer | LoadProcessor | ProcessImage
 
 
 class TemplateLoaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
@@ -82,8 +100,37 @@ class TokenizerWorks(msgspec.Struct, frozen=True, tag="works", array_like=True):
     """Process -> gateway. The tokenizer has passed its trial."""
 
 
+class ProcessorLoaded(msgspec.Struct, frozen=True, tag="processor", array_like=True):
+    """Process -> gateway. The image processor is loaded."""
+
+
+class TensorHead(msgspec.Struct, frozen=True, array_like=True):
+    """An `AttachedTensor` without its data."""
+
+    name: str
+    dtype: TensorType
+    shape: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class ImageProcessed(msgspec.Struct, frozen=True, tag="tensors", array_like=True):
+    """Process -> gateway. The tensors of an image. The raw bytes of the frame are their data, one
+    after the other. The other fields are those of `Preprocessed`."""
+
+    tensors: list[TensorHead]
+    #: `attachment_digest` of the tensors.
+    digest: str
+    numbers: dict[str, list[int]]
+    shapes: dict[str, list[int]]
+    decode_s: float
+    preprocess_s: float
+
+
 class CallFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
-    """Process -> gateway. The template or the tokenizer raised an error."""
+    """Process -> gateway. The template, the tokenizer or the image processor raised an error."""
 
     message: str
 
@@ -97,7 +144,14 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="memory", array_like=True):
 
 
 Reply = (
-    TemplateLoaded | TemplateProbed | TemplateRendered | TokenizerWorks | CallFailed | OutOfMemory
+    TemplateLoaded
+    | TemplateProbed
+    | TemplateRendered
+    | TokenizerWorks
+    | ProcessorLoaded
+    | ImageProcessed
+    | CallFailed
+    | OutOfMemory
 )
 
 encode = msgspec.json.Encoder().encode
@@ -105,15 +159,25 @@ decode_call = msgspec.json.Decoder(Call).decode
 decode_reply = msgspec.json.Decoder(Reply).decode
 
 
-def to_frame(message: Call | Reply) -> bytes:
-    """Return the frame of a message.
+def to_frame(message: Call | Reply, raw: Sequence[Buffer] = ()) -> bytes:
+    """Return the frame of a message, with the buffers in `raw` as its raw bytes.
 
     Raises ValueError if the frame is too long, or if a string contains half of a surrogate pair.
     """
     body = encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body):,} bytes is too long")
-    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+    sizes = len(body), sum(memoryview(each).nbytes for each in raw)
+    if sum(sizes) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {sum(sizes):,} bytes is too long")
+    return b"".join([*(size.to_bytes(HEAD_BYTES // 2, "big") for size in sizes), body, *raw])
+
+
+def sizes_of(head: Buffer) -> tuple[int, int, bool]:
+    """Return the lengths in the head of a frame, and whether it is the last reply."""
+    first, second = (
+        int.from_bytes(memoryview(head)[place : place + HEAD_BYTES // 2], "big")
+        for place in (0, HEAD_BYTES // 2)
+    )
+    return first & ~LAST, second, bool(first & LAST)
 
 
 def marked_last(frame: bytes) -> bytes:

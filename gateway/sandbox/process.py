@@ -17,19 +17,20 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import gevent
 from gevent.lock import Semaphore
 from gevent.socket import wait_read, wait_write
 
 from gateway.sandbox.messages import (
-    LAST,
-    LENGTH_BYTES,
+    HEAD_BYTES,
+    Buffer,
     Call,
     OutOfMemory,
     Reply,
     decode_reply,
+    sizes_of,
     to_frame,
 )
 from protocol.wire.errors import Overloaded
@@ -38,15 +39,22 @@ MODULE = "gateway.sandbox"
 CPU_S = 2.0
 MEMORY_BYTES = 512 << 20
 """Default memory limit. A prompt of 16 million characters needs a quarter of it, in any script."""
+RETIRE_BYTES = 64 << 20
+"""Default growth of a process after which it is replaced."""
 WALL_S = 30.0
 TRIES = 2
 """Number of processes to which a call is sent before it fails."""
 SMALL_BYTES = 256 << 10
 """Most bytes of the frame of a small call. Such a call takes a few tens of milliseconds."""
 _PIECE_BYTES = 1 << 20
-_ADDED = {"TOKENIZERS_PARALLELISM": "false"}
-"""Environment variables added for the process. This one prevents a thread for each core, because
-each thread would reserve memory."""
+_ADDED = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Environment variables added for the process. Most of them prevent a thread for each core, because
+each thread would reserve memory. The others keep transformers silent, and off the network."""
 _INHERITED = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
 """Environment variables that the process inherits. It does not inherit others, because they may
 contain keys."""
@@ -60,10 +68,18 @@ class LimitExceeded(Exception):
     message says which."""
 
 
-def frame_of(call: Call) -> bytes:
-    """Return the frame of a call. Raises LimitExceeded if it cannot be sent."""
+class FullReply(NamedTuple):
+    """A reply, and the raw bytes of its frame."""
+
+    message: Reply
+    raw: memoryview
+
+
+def frame_of(call: Call, raw: Sequence[Buffer] = ()) -> bytes:
+    """Return the frame of a call, with `raw` as its raw bytes. Raises LimitExceeded if it cannot be
+    sent."""
     try:
-        return to_frame(call)
+        return to_frame(call, raw)
     except ValueError as error:
         raise LimitExceeded(str(error)) from None
 
@@ -88,6 +104,8 @@ class SandboxProcess:
     wall_s        time limit of one call, including the start of the process
     max_waiting   maximum number of calls, including the open one; None: no limit
     nice          added to the gateway's own niceness
+    retire_bytes  growth of the process's memory after which it is replaced
+    queued        what waits for the process, for the error if too much of it does
     """
 
     def __init__(
@@ -98,12 +116,16 @@ class SandboxProcess:
         wall_s: float = WALL_S,
         max_waiting: int | None = None,
         nice: int = 0,
+        retire_bytes: int = RETIRE_BYTES,
+        queued: str = "request templates are waiting to be rendered",
     ) -> None:
         self._arguments = (
             *("--cpu-s", str(cpu_s)),
             *("--memory-bytes", str(memory_bytes)),
             *("--nice", str(nice)),
+            *("--retire-bytes", str(retire_bytes)),
         )
+        self._queued = queued
         self.wall_s = wall_s
         self._max_waiting = max_waiting
         self._num_waiting = 0
@@ -136,10 +158,12 @@ class SandboxProcess:
 
     def call_frame(self, frame: bytes) -> Reply:
         """Send the frame of a call, as `call` does."""
+        return self.full_reply(frame).message
+
+    def full_reply(self, frame: bytes) -> FullReply:
+        """Send the frame of a call, as `call` does, and return its reply with the raw bytes."""
         if self._max_waiting is not None and self._num_waiting >= self._max_waiting:
-            raise Overloaded(
-                "too many request templates are waiting to be rendered", retry_after_s=2
-            )
+            raise Overloaded(f"too many {self._queued}", retry_after_s=2)
         self._num_waiting += 1
         try:
             with self._turn:
@@ -147,7 +171,7 @@ class SandboxProcess:
         finally:
             self._num_waiting -= 1
 
-    def _reply_to(self, frame: bytes) -> Reply:
+    def _reply_to(self, frame: bytes) -> FullReply:
         """Return the reply to the call in `frame`.
 
         If a process ends without a reply, the next one gets the call, up to TRIES processes. Raises
@@ -171,7 +195,7 @@ class SandboxProcess:
                 raise
             if child.has_sent_last:
                 self._replace(child)
-            if not isinstance(reply, OutOfMemory):
+            if not isinstance(reply.message, OutOfMemory):
                 return reply
             if is_new or not tries_left:
                 raise LimitExceeded("it takes too much memory")
@@ -266,16 +290,15 @@ class _Child:
         finally:
             theirs.close()
 
-    def call(self, frame: bytes, wall_s: float) -> Reply:
+    def call(self, frame: bytes, wall_s: float) -> FullReply:
         """Return the reply to a call. Raises _Ended if the process ends or exceeds `wall_s`."""
         deadline = time.monotonic() + wall_s
         self.num_calls += 1
         try:
             self._write(frame, deadline)
-            head = int.from_bytes(self._read(LENGTH_BYTES, deadline), "big")
-            self.has_sent_last = bool(head & LAST)
-            reply: Reply = decode_reply(self._read(head & ~LAST, deadline))
-            return reply
+            size, raw_size, self.has_sent_last = sizes_of(self._read(HEAD_BYTES, deadline))
+            reply: Reply = decode_reply(self._read(size, deadline))
+            return FullReply(reply, memoryview(self._read(raw_size, deadline)))
         except TimeoutError:
             raise _Ended(f"it takes longer than {wall_s:g} s", is_final=True) from None
         except (OSError, EOFError):

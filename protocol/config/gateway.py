@@ -313,6 +313,18 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     trust_request_chat_template: Annotated[
         bool, about("allow requests to bring their own chat template")
     ] = False
+    image_urls: Annotated[
+        list[str],
+        about(
+            "also load images that requests name by an http(s): URL, from this host (or "
+            "HOST:PORT); repeat for several; default: none, so that images must be in the requests",
+            metavar="HOST",
+        ),
+    ] = []
+    preprocessed_images_mib: Annotated[
+        int,
+        about("MiB of preprocessed images that each gateway process keeps", ge=0, le=1 << 16),
+    ] = 256
     default_chat_template_kwargs: DefaultTemplateKwargs = ""
     default_sampling: DefaultSampling = ""
     tool_format: ToolFormat = "auto"

@@ -27,7 +27,7 @@ On the wire an error is an `ErrorInfo`. Each API family maps `code` to its own s
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -121,17 +121,22 @@ class InvalidRequest(RequestError):
     code = "invalid_request"
 
     @classmethod
-    def at(cls, field: str, problem: str) -> InvalidRequest:
+    def at(cls, field: str, problem: str) -> Self:
         """Return an error about the field at the path `field`. The message starts with the path."""
         return cls(f"{field}: {problem}", param=field)
 
     @classmethod
-    def wrong(cls, field: str, allowed: str, value: Any) -> InvalidRequest:
+    def wrong(cls, field: str, allowed: str, value: Any) -> Self:
         """Return an error about the value of a field: "stop: must be a string; got 5".
 
         allowed  what the field may be, in words
         """
         return cls.at(field, f"must be {allowed}; got {shown(value)}")
+
+
+class InvalidImage(InvalidRequest):
+    """Raised in a gateway if an image of a request cannot be used. The path in it is that of the
+    client's own request, also if that is translated into a request of another API."""
 
 
 class ContextTooLong(RequestError):

@@ -38,6 +38,7 @@ from protocol.engine.messages import (
     Accepted,
     AdapterChanged,
     Adapters,
+    AttachData,
     Drain,
     Encode,
     EngineStatus,
@@ -70,7 +71,14 @@ from protocol.engine.timeline import AbortReason, EngineTimeline
 from protocol.engine.usage import RequestStatus
 from protocol.wire import codec, sockets
 from protocol.wire.arrays import Float32
-from protocol.wire.errors import ErrorInfo, InvalidRequest, ServingError, StaleAdapter, UnknownModel
+from protocol.wire.errors import (
+    AttachmentMissing,
+    ErrorInfo,
+    InvalidRequest,
+    ServingError,
+    StaleAdapter,
+    UnknownModel,
+)
 from tests.support.waiting import HANG_S, eventually
 
 BOS, EOS, END = 256, 257, 258
@@ -272,6 +280,8 @@ class ScriptedEngine:
     adapters         the LoRA adapters; a load succeeds unless the name is taken
     replaces_adapters  replaces each adapter after a request was refused for its adapter
     kept, released   handles of all KeepKV and ReleaseKV messages
+    attached         digests of all AttachData messages
+    loses_images     refuses the next request that names images, and forgets them
     timelines        name of a request -> its timeline
     rows             open requests in a status
     num_polls        number of GetStatus messages received; num_pings: of Ping messages
@@ -301,6 +311,8 @@ class ScriptedEngine:
     ignored: list[type] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    attached: list[str] = field(default_factory=list)
+    loses_images: bool = False
     kv_lease_s: float = 3.0
     state_bytes: int = 0
     adapters: list[AdapterInfo] = field(default_factory=list)
@@ -336,6 +348,7 @@ class ScriptedEngine:
             self.ignored,
             self.kept,
             self.released,
+            self.attached,
         ):
             recorded.clear()
         self.timelines.clear()
@@ -440,6 +453,12 @@ class ScriptedEngine:
                 self.num_read = num_read  # clients return what Pongs have as `sent_bytes`
                 pong = Pong(epoch=self.epoch, stats=self.stats, sent_bytes=self.num_pings)
                 self._send(client, pong)
+            case AttachData(digest=digest):
+                self.attached.append(digest)
+            case Generate() if message.attachments and self.loses_images:
+                self.loses_images = False
+                error = AttachmentMissing("an image is missing").info()
+                self._send(client, Refused(request=message.request, error=error))
             case Generate():
                 self._generate(client, message)
             case Encode():

@@ -8,7 +8,6 @@ from typing import get_args
 
 import pytest
 
-from gateway.api.anthropic.conversation import LEFT_OUT
 from gateway.api.anthropic.requests import CountBody
 from gateway.api.anthropic.responses import ERROR_TYPES, StopReason
 from gateway.api.encode.requests import (
@@ -29,6 +28,7 @@ from gateway.api.ollama.requests import (
     OllamaOptions,
 )
 from gateway.api.ollama.responses import AnswerLine, DoneReason
+from gateway.api.openai.prepare import LEFT_OUT
 from gateway.api.openai.requests import ChatBody, FormFields, SamplingFields
 from gateway.api.tokens.requests import REFUSED, REFUSED_SAMPLING, GenerateBody, GenerateSampling
 from gateway.app import operations

@@ -22,6 +22,7 @@ LIBRARIES = {
     "gateway": {
         *("msgspec", "zmq", "gevent", "flask", "jinja2", "tokenizers"),
         *("prometheus_client", "gunicorn", "werkzeug", "markupsafe", "opentelemetry"),
+        *("PIL", "numpy"),  # in the sandbox process that reads images
     },
     "engine_core": {"msgspec", "zmq", "llguidance"},
     "worker": {
@@ -75,7 +76,7 @@ LEVELS: dict[str, Sequence[set[str]]] = {
         {"service", "model_host", "model_preparation"},
         {"store", "observe"},
         {"generation", "context", "model_use", "served_model"},
-        {"prompt", "formats", "sandbox"},
+        {"prompt", "formats", "sandbox", "images"},
         {"fleet"},
         {"engine"},
         {"text", "http", "auth", "thread_pool", "web", "gateway_start", "gevent_patch"},
@@ -149,6 +150,7 @@ BROAD_EXCEPTS = {
     "engine_core/journal/__main__.py": "prints what the replayed engine raised",
     "gateway/sandbox/__main__.py": "templates are foreign code: they may raise anything",
     "gateway/sandbox/process.py": "a greenlet that is killed leaves a reply behind",
+    "gateway/images/decode.py": "decoders raise anything for damaged files",
     "gateway/store/runs.py": "the flusher goes on after a failure",
     "worker/process.py": "reports the cause to the engine",
     "worker/kv/report_queue.py": "raises a thread's exception in the loop",

@@ -81,7 +81,7 @@ def is_leaf(kind: Any) -> bool:
     return (
         isinstance(kind, type)
         and issubclass(kind, errors.ServingError)
-        and kind not in (errors.ServingError, errors.RequestError)
+        and kind not in (errors.ServingError, errors.RequestError, errors.InvalidImage)
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from gateway.prompt.thinking import ThinkingProfile
 from gateway.prompt.traits import TemplateTraits
 from gateway.sandbox.messages import (
-    LENGTH_BYTES,
+    HEAD_BYTES,
     Call,
     CallFailed,
     LoadTemplate,
@@ -21,6 +21,7 @@ from gateway.sandbox.messages import (
     decode_call,
     decode_reply,
     marked_last,
+    sizes_of,
     to_frame,
 )
 
@@ -36,7 +37,8 @@ REPLIES: list[tuple[Reply, bytes]] = [
     (
         TemplateLoaded(TemplateTraits(tools=True), ThinkingProfile(mode=("on", "off"))),
         b'["loaded",{"renders_users":true,"parts":[],'
-        b'"strings":["system","user","assistant","tool"],"empty_content":"text",'
+        b'"strings":["system","user","assistant","tool"],"image_parts":[],"image_text":"",'
+        b'"empty_content":"text",'
         b'"arguments":"object","developer":false,"tools":true,"tools_need_system":false,'
         b'"empty_lists":false,"tool_descriptions":false,"calls":"many","call_example":"",'
         b'"calls_without_tools":true,"keeps_results":false,"result_objects":false,'
@@ -56,8 +58,8 @@ REPLIES: list[tuple[Reply, bytes]] = [
 @pytest.mark.parametrize(("message", "body"), [*CALLS, *REPLIES])
 def test_golden_frames(message: Call | Reply, body: bytes) -> None:
     frame = to_frame(message)
-    assert frame[LENGTH_BYTES:] == body
-    assert int.from_bytes(frame[:LENGTH_BYTES], "big") == len(body)
+    assert frame[HEAD_BYTES:] == body
+    assert sizes_of(frame[:HEAD_BYTES]) == (len(body), 0, False)
     decode = decode_call if isinstance(message, Call) else decode_reply
     assert decode(body) == message
 
@@ -66,3 +68,10 @@ def test_the_last_frame_differs_in_one_bit() -> None:
     frame = to_frame(CallFailed("why"))
     last = marked_last(frame)
     assert (last[0], last[1:]) == (frame[0] | 0x80, frame[1:])
+    assert sizes_of(last) == (*sizes_of(frame)[:2], True)
+
+
+def test_a_frame_ends_with_its_raw_bytes() -> None:
+    frame = to_frame(CallFailed("why"), [b"ab", memoryview(b"c")])
+    assert frame[HEAD_BYTES:] == b'["failed","why"]abc'
+    assert sizes_of(frame) == (16, 3, False)

@@ -8,7 +8,7 @@ import gevent
 import pytest
 from gevent.event import Event
 
-from gateway.sandbox.messages import LoadTemplate, Reply, TemplateRendered, decode_call
+from gateway.sandbox.messages import HEAD_BYTES, LoadTemplate, Reply, TemplateRendered, decode_call
 from gateway.sandbox.process import SMALL_BYTES, LimitExceeded, SandboxPool
 
 LARGE = "x" * (SMALL_BYTES + 1)
@@ -31,7 +31,7 @@ class FakeProcess:
         self.is_closed = True
 
     def call_frame(self, frame: bytes) -> Reply:
-        call = decode_call(frame[4:])
+        call = decode_call(frame[HEAD_BYTES:])
         assert isinstance(call, LoadTemplate)
         self.sent.append(call.source)
         self._ends.append(Event())

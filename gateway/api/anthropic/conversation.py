@@ -16,6 +16,7 @@ Errors are InvalidRequest and name the path of the invalid value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,13 +31,20 @@ from gateway.api.anthropic.service_calls import (
 )
 from gateway.api.anthropic.signature import sealed_text
 from gateway.api.anthropic.tools import ConversationTools
+from gateway.api.openai.prepare import LEFT_OUT
 from gateway.formats.events import OutputWarning
 from gateway.http.json_values import as_object
+from gateway.images.source import (
+    NOTE,
+    ImageSource,
+    check_media_type,
+    deferred,
+    no_files,
+    url_source,
+)
 from protocol.wire.errors import InvalidRequest
 from protocol.wire.field_words import one_of
 
-LEFT_OUT = "content_left_out"
-"""Code of the warning about a block that the model cannot read."""
 BILLING = "x-anthropic-billing-header:"
 """Prefix of a `system` block that Anthropic's clients send for billing. It is dropped, because it
 changes with every request and would defeat the prefix cache."""
@@ -100,7 +108,8 @@ class _ConversationWriter:
         bound methods, it would form a reference cycle."""
         return {
             "user": {
-                **dict.fromkeys((*_CONVERTERS, "image"), partial(self._text, "user")),
+                **dict.fromkeys(_CONVERTERS, partial(self._text, "user")),
+                "image": self._image,
                 "tool_result": self._tool_result,
             },
             "assistant": {
@@ -197,6 +206,9 @@ class _ConversationWriter:
     def _text(self, role: str, block: Block, at: str) -> None:
         self._add_text(role, block_text(block, at), at)
 
+    def _image(self, block: Block, at: str) -> None:
+        self._current("user", at)["content"].append(image_source(block, at))
+
     def _thinking(self, block: Block, at: str) -> None:
         """Add a thinking block. Its signature is not checked, but may hold its text."""
         text = string_member(block, "thinking", at)
@@ -246,7 +258,7 @@ class _ConversationWriter:
         self.unanswered.remove(use)
         self._add_result(use, self._result_parts(block, at), at)
 
-    def _add_result(self, use: _OpenToolUse, parts: list[dict[str, str]], at: str) -> None:
+    def _add_result(self, use: _OpenToolUse, parts: list[Any], at: str) -> None:
         message = {"role": "tool", "tool_call_id": use.id, "name": use.name, "content": parts}
         self._append(message, at)
 
@@ -256,12 +268,15 @@ class _ConversationWriter:
         if words:
             self._add_text("system", words, at)
 
-    def _result_parts(self, block: Block, at: str) -> list[dict[str, str]]:
+    def _result_parts(self, block: Block, at: str) -> list[Any]:
         content = block.get("content")
-        texts = []
+        texts: list[str | ImageSource] = []
         for place, inner in [] if content is None else blocks_of(content, f"{at}.content"):
             if inner.get("type") == "tool_reference":
                 texts.append(self._tools.on_reference(string_member(inner, "tool_name", place)))
+                continue
+            if inner.get("type") == "image":
+                texts.append(replace(image_source(inner, place), kind_at=place, note=NOTE))
                 continue
             text, left_out = result_text(inner, place)
             if left_out is not None:
@@ -272,9 +287,34 @@ class _ConversationWriter:
         is_error = block.get("is_error")
         if is_error is not None and not isinstance(is_error, bool):
             raise InvalidRequest.wrong(f"{at}.is_error", "true or false", is_error)
-        if is_error and not "".join(texts[:1]).lower().startswith("error"):
+        first = texts[0] if texts else ""
+        if is_error and not (isinstance(first, str) and first.lower().startswith("error")):
             texts.insert(0, "Error:")
-        return [{"type": "text", "text": text} for text in texts]
+        return [{"type": "text", "text": e} if isinstance(e, str) else e for e in texts]
+
+
+def image_source(block: Block, at: str) -> ImageSource:
+    """Return the source of an `image` block. Raise InvalidRequest, naming the path, if the block is
+    malformed."""
+    source, path = as_object(block.get("source"), f"{at}.source"), f"{at}.source"
+    found: ImageSource
+    match source.get("type"):
+        case "base64":
+            media_type, data = source.get("media_type"), string_member(source, "data", path)
+
+            def checked() -> ImageSource:
+                check_media_type(media_type, f"{path}.media_type")
+                return ImageSource(f"{path}.data", base64=data)
+
+            found = deferred(checked, f"{path}.data")
+        case "url":
+            url = string_member(source, "url", path)
+            found = deferred(lambda: url_source(url, f"{path}.url"), f"{path}.url")
+        case "file":
+            found = ImageSource(path, problem=no_files(f"{path}.file_id"))
+        case kind:
+            raise unexpected(kind, path, ("base64", "url", "file"))
+    return replace(found, kind_at=f"{at}.type", kind="image")
 
 
 # ---- the text of blocks

@@ -109,7 +109,7 @@ def _envelope(
         chat.model or preparation.model.names[0],
         shows_thinking=translation.shows_thinking,
         extensions=context.extensions(prompt.effective if chat.return_effective_kwargs else None),
-        warnings=[*translation.warnings, *warnings],
+        warnings=[*translation.warnings, *prompt.warnings, *warnings],
         block_tokens=limits.block_tokens if limits.prefix_cache else 0,
     )
 

@@ -48,7 +48,7 @@ _MESSAGE = {"title": "OllamaMessage"} | object_schema(
     role={"enum": ["system", "user", "assistant", "tool"]},
     content=_TEXT_OR_NULL,
     thinking=_TEXT_OR_NULL,
-    images={"type": ["array", "null"], "maxItems": 0},
+    images={"type": ["array", "null"], "items": TEXT_SCHEMA},
     tool_calls={"type": ["array", "null"], "items": _CALL},
     tool_name=_TEXT_OR_NULL,
     tool_call_id=_TEXT_OR_NULL,
@@ -64,9 +64,7 @@ _FORMAT: JsonSchemaDict = {"anyOf": [{"enum": ["", "json"]}, {"type": ["object",
 Message = Annotated[Any, Meta(extra_json_schema=_MESSAGE)]
 Tool = Annotated[Any, Meta(extra_json_schema=_TOOL)]
 Format = Annotated[Any, Meta(extra_json_schema=_FORMAT)]
-Images = list[
-    Annotated[PromptText, Meta(description="An image in base64. This server reads no images.")]
-]
+Images = list[Annotated[PromptText, Meta(description="An image in base64.")]]
 
 
 # ---- bodies
@@ -145,7 +143,7 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
     raw       whether to use the prompt as it is, without the chat template. Default: false
     context   token ids from an earlier answer, which the prompt continues
     template  not supported; refused if set
-    images    not supported; refused if set
+    images    images in base64, for a model that reads images
     """
 
     prompt: PromptText | None = None

@@ -21,6 +21,7 @@ from gateway.api.openai.requests import ChatBody, OpenEndedCompletion, unsupport
 from gateway.api.openai.tools import is_hosted
 from gateway.formats.model_format import ModelOutputFormat
 from gateway.http.json_values import as_object, check_depth
+from gateway.images.source import ImageSource
 from protocol.wire.errors import InvalidRequest
 from protocol.wire.field_words import one_of
 
@@ -102,7 +103,10 @@ def _check_tools(tools: Sequence[Any]) -> None:
 
 def prompted_chat(body: OllamaGenerateBody) -> ChatBody:
     """Return the chat of a body with a prompt that is neither raw nor has a suffix."""
-    messages = [{"role": "user", "content": body.prompt or ""}]
+    content: Any = body.prompt or ""
+    if body.images:
+        content = [{"type": "text", "text": content}, *_images(body.images, "images")]
+    messages = [{"role": "user", "content": content}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
     chat = ChatBody(
@@ -172,9 +176,11 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
         message = as_object(message, at)
         if message.get("role") not in ROLES:
             raise InvalidRequest.wrong(f"{at}.role", one_of(ROLES), message.get("role"))
+        content = message.get("content")
         if message.get("images"):
-            raise InvalidRequest.at(f"{at}.images", "this model reads text only")
-        result = {"role": message["role"], "content": message.get("content")}
+            text = [] if content is None else [{"type": "text", "text": content}]
+            content = [*text, *_images(message["images"], f"{at}.images")]
+        result = {"role": message["role"], "content": content}
         if message.get("thinking"):
             result["thinking"] = message["thinking"]
         if message.get("tool_calls"):
@@ -183,6 +189,26 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
             result |= calls.answer(message)
         chat.append(result)
     return chat
+
+
+def _images(images: Any, at: str) -> list[ImageSource]:
+    """Return the images of a message, which are in base64. Raise InvalidRequest."""
+    if not isinstance(images, list):
+        raise InvalidRequest.wrong(at, "a list of images in base64", images)
+    found = []
+    for place, image in enumerate(images):
+        if not isinstance(image, str):
+            raise InvalidRequest.wrong(f"{at}[{place}]", "an image in base64", image)
+        is_url = image.startswith("data:")
+        found.append(
+            ImageSource(
+                f"{at}[{place}]",
+                base64="" if is_url else image,
+                url=image if is_url else "",
+                kind_at=at,
+            )
+        )
+    return found
 
 
 class _CallWithoutResult(NamedTuple):
@@ -277,7 +303,7 @@ def completion_of(body: OllamaGenerateBody) -> OpenEndedCompletion:
 
 def check_generate(body: OllamaGenerateBody) -> None:
     """Raise InvalidRequest if a field of the body is not supported."""
-    if body.images:
-        raise InvalidRequest.at("images", "this model reads text only")
+    if body.images and (body.raw or body.suffix):
+        raise InvalidRequest.at("images", "a prompt without the chat template has no images")
     if body.template:
         raise unsupported("template", "the operator sets it with --chat-template")

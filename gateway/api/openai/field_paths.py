@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 
 from gateway.http.body import MAX_LISTED_FIELDS
-from protocol.wire.errors import InvalidRequest, RequestError
+from protocol.wire.errors import InvalidImage, InvalidRequest, RequestError
 
 # ---- errors
 #
@@ -39,7 +39,7 @@ def translate_errors(
     try:
         yield
     except RequestError as error:
-        if name := error.param:
+        if (name := error.param) and not isinstance(error, InvalidImage):
             error.param = request_path(engine_fields.get(name, name))
             if name not in engine_fields:
                 own, pattern = error.param, rf"(?<![\w.]){re.escape(name)}(?!\w)"

@@ -31,6 +31,7 @@ from gateway.api.openai.tools import (
     tool_plan,
 )
 from gateway.formats.choice_parser import AnswerOptions, ParserFactory
+from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import AnswerStart
 from gateway.formats.reasoning_tokens import ReasoningCounter
 from gateway.generation.request import PromptRequest, ToolChoiceCheck
@@ -44,6 +45,8 @@ from protocol.engine.grammar import Body, Grammar
 from protocol.engine.sampling import check_token_ids
 from protocol.wire.errors import InvalidRequest
 
+LEFT_OUT = "content_left_out"
+"""Code of the warning about a part of a conversation that the model does not read."""
 ANSWER_SHARE = 4
 """If an answer is limited by the context only, one in this many tokens of the context is kept free
 of the files that a prompt for filling in the middle contains."""
@@ -52,6 +55,12 @@ of the files that a prompt for filling in the middle contains."""
 @dataclass(frozen=True, slots=True)
 class Prompt(RenderedPrompt):
     """A rendered conversation: the prompt of a chat request."""
+
+    @property
+    def warnings(self) -> list[OutputWarning]:
+        """A warning for each image of a tool's result that the model cannot read."""
+        why = "left out, because this model reads text only"
+        return [OutputWarning(LEFT_OUT, f"{at}: {why}") for at in self.images.left_out]
 
     @property
     def effective(self) -> Effective:
@@ -151,7 +160,9 @@ class Preparation:
         rendered = self.model.renderer.prompt(conversation, self._options, offload=offload)
         if not rendered.ids:
             raise empty_prompt(param)
-        return Prompt(rendered.text, rendered.ids, rendered.kwargs, rendered.template_s)
+        return Prompt(
+            rendered.text, rendered.ids, rendered.kwargs, rendered.template_s, rendered.images
+        )
 
     def kwargs(self) -> dict[str, Any]:
         """Return the effective arguments of the chat template."""
@@ -196,6 +207,7 @@ class Preparation:
             ),
             new_reasoning_counter=new_counter,
             tool_choice_check=ToolChoiceCheck(plan.name) if plan.demands_call else None,
+            images=prompt.images,
         )
 
     def _grammar(self, start: AnswerStart) -> Grammar | None:

@@ -7,11 +7,13 @@ so that the model reads it like any other.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from gateway.api.responses.tools import described_tools, qualified
+from gateway.images.source import NOTE, source_of
 from gateway.prompt.content import to_json
 
 CALLS = (
@@ -133,8 +135,13 @@ def output_of(item: Mapping[str, Any], at: str) -> tuple[Any, str, list[str]]:
     content = item["output"]
     if isinstance(content, str):
         return content, f"{at}.output", []
-    parts, left_out = [], []
+    parts: list[Any] = []
+    left_out = []
     for place, part in enumerate(content):
+        if part.get("type") == "input_image":
+            inner = f"{at}.output[{place}]"
+            parts.append(replace(source_of(part, inner), kind_at=inner, note=NOTE))
+            continue
         text = part.get("text")
         if not isinstance(text, str):
             text = LEFT_OUT.format(str(part.get("type")).removeprefix("input_"))

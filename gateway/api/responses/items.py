@@ -27,6 +27,7 @@ Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 SYSTEM_ROLES = ("system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
+IMAGE_PART = "input_image"
 OTHER_PARTS = ("input_image", "input_file", "input_audio", "encrypted_content")
 """Types of parts of a tool's output that the model cannot read."""
 RESPONSE_PREFIX = "resp_"
@@ -156,7 +157,7 @@ def _message(item: Mapping[str, Any], at: str) -> None:
     role = item.get("role")
     if role not in ROLES:
         raise InvalidRequest.wrong(f"{at}.role", one_of(ROLES), role)
-    _content(item.get("content"), f"{at}.content")
+    _content(item.get("content"), f"{at}.content", images=role == "user")
 
 
 def _output(item: Mapping[str, Any], at: str) -> None:
@@ -221,17 +222,19 @@ def _reasoning(item: Mapping[str, Any], at: str) -> None:
     reasoning_text(item, at)
 
 
-def _content(value: Any, at: str) -> None:
+def _content(value: Any, at: str, *, images: bool) -> None:
     if not isinstance(value, str):
-        _parts(value, at, TEXT_PARTS)
+        _parts(value, at, TEXT_PARTS, images=images)
 
 
-def _parts(value: Any, at: str, kinds: Sequence[str]) -> None:
+def _parts(value: Any, at: str, kinds: Sequence[str], *, images: bool = False) -> None:
     if not isinstance(value, list):
         raise InvalidRequest.wrong(at, "a list of content parts", value)
     for place, part in enumerate(value):
         inner = f"{at}[{place}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if images and kind == IMAGE_PART:
+            continue
         if kind not in kinds:
             words = f"{one_of(kinds[:1])}, because this model reads text only"
             raise InvalidRequest.wrong(f"{inner}.type", words, kind)

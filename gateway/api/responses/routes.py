@@ -215,7 +215,7 @@ class _Creation:
             seals=self.body.includes_encrypted,
             summarizes=self.body.summary is not None,
             tools=translation.tools,
-            warnings=translation.warnings,
+            warnings=[*translation.warnings, *self.ready.prompt.warnings],
         )
         logprobs = None
         if self.body.includes_logprobs:

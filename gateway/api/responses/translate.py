@@ -13,14 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from gateway.api.openai.checks import check_chat
 from gateway.api.openai.field_paths import NO_FIELDS, translate_errors
-from gateway.api.openai.prepare import Preparation, Prompt
+from gateway.api.openai.prepare import LEFT_OUT, Preparation, Prompt
 from gateway.api.openai.requests import ChatBody
 from gateway.api.openai.tools import CHOICE_TYPES, is_hosted
 from gateway.api.responses.item_texts import (
@@ -34,11 +34,19 @@ from gateway.api.responses.item_texts import (
     output_of,
     service_result,
 )
-from gateway.api.responses.items import PREVIOUS, SYSTEM_ROLES, Item, PlacedItem, reasoning_text
+from gateway.api.responses.items import (
+    IMAGE_PART,
+    PREVIOUS,
+    SYSTEM_ROLES,
+    Item,
+    PlacedItem,
+    reasoning_text,
+)
 from gateway.api.responses.requests import ResponsesBody
 from gateway.api.responses.tools import ResponseTools, loaded_tools, qualified, response_tools
 from gateway.formats.events import OutputWarning
 from gateway.generation.request import PromptRequest
+from gateway.images.source import source_of
 from gateway.served_model import ServedModel
 from protocol.wire.errors import ContextTooLong, InvalidRequest
 from protocol.wire.field_words import one_of
@@ -65,8 +73,6 @@ _REQUEST_PATHS = {
 }
 """Pattern of the start of a path in the chat -> start of the path in the client's request. The
 first pattern that matches applies."""
-LEFT_OUT = "content_left_out"
-"""Code of the warning about a tool or a part of an item that the model does not read."""
 CLIENT_TOOLS = ("local_shell", "shell", "apply_patch", "tool_search")
 """Types of tools that have no name in the API."""
 _FORMATS = ("text", "json_object", "json_schema")
@@ -225,7 +231,8 @@ class ItemConversation:
                 first = self.messages[0]
                 first["content"] += _BETWEEN_INSTRUCTIONS + _joined(item["content"])
             case _:
-                self._add({"role": item["role"], "content": _parts(item["content"])}, at)
+                content = _parts(item["content"], f"{at}.content")
+                self._add({"role": item["role"], "content": content}, at)
 
     def _follows_instructions(self) -> bool:
         return len(self.messages) == 1 and self.paths["messages[0]"] == INSTRUCTIONS
@@ -326,11 +333,18 @@ def _calls_by_turn(items: Sequence[PlacedItem]) -> list[list[str | None]]:
     return groups
 
 
-def _parts(content: Any) -> Any:
-    """Return the content in the form of a chat's content: a text, or a list of text parts."""
+def _parts(content: Any, at: str) -> Any:
+    """Return the content in the form of a chat's content: a text, or a list of texts and images."""
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": part["text"]} for part in content]
+    return [
+        {"type": "text", "text": part["text"]}
+        if part["type"] != IMAGE_PART
+        else replace(
+            source_of(part, f"{at}[{place}]"), kind_at=f"{at}[{place}].type", kind=IMAGE_PART
+        )
+        for place, part in enumerate(content)
+    ]
 
 
 def _joined(content: Any) -> str:

@@ -1,0 +1,15 @@
+"""Limits of images. A server's limit for the whole body applies as well."""
+
+from __future__ import annotations
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""The formats that are decoded, as Pillow names them."""
+MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
+MAX_IMAGES = 100
+"""Most images of one request."""
+MAX_IMAGE_BYTES = 32 << 20
+"""Most bytes of one image in its file format."""
+MAX_PIXELS = 50_000_000
+"""Most pixels of one image. In RGB they are 150 MB."""
+MAX_SIDE = 30_000
+"""Most pixels of one side of an image."""

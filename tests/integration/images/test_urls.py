@@ -1,0 +1,189 @@
+"""Images at URLs are loaded from allowed hosts only, at the address that was checked, and within
+bounds of size and time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+from gevent import socket
+from gevent.event import Event
+from gevent.server import StreamServer
+
+from gateway.images.fetch import UrlFetcher, is_public
+from gateway.images.limits import MAX_IMAGE_BYTES
+from gateway.images.source import ImageSource
+from protocol.wire.errors import InvalidImage
+
+PARAM = "input[0].content[0].image_url"
+IMAGE = b"the bytes of an image"
+
+
+def response(status: str, body: bytes = b"", **headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+@contextmanager
+def served(answer: Callable[[bytes], bytes | None]) -> Iterator[tuple[str, list[bytes]]]:
+    """Run a server that answers the first line of each request. Yields its address and the lines.
+    A connection without an answer stays open."""
+    lines: list[bytes] = []
+
+    def handle(connection: Any, _: Any) -> None:
+        with closing(connection), connection.makefile("rb") as file:
+            lines.append(file.readline().strip())
+            while file.readline().strip():
+                pass
+            reply = answer(lines[-1])
+            if reply is None:
+                Event().wait()  # until the client closes and the server stops
+            else:
+                connection.sendall(reply)
+
+    server = StreamServer(("127.0.0.1", 0), handle)
+    server.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}", lines
+    finally:
+        server.stop(0)
+
+
+def loaded(host: str, path: str = "/a.png?b=c#d", **options: Any) -> bytes:
+    known: dict[str, Any] = {"may_connect": lambda address: True} | options
+    return UrlFetcher([host], **known).fetch(ImageSource(PARAM, url=f"http://{host}{path}"))
+
+
+def why_not(host: str, path: str = "/", **options: Any) -> str:
+    with pytest.raises(InvalidImage) as refused:
+        loaded(host, path, **options)
+    assert refused.value.param == PARAM
+    return refused.value.message
+
+
+def test_an_image_of_an_allowed_host_is_loaded() -> None:
+    with served(lambda line: response("200 OK", IMAGE)) as (host, lines):
+        assert loaded(host) == IMAGE
+    assert lines == [b"GET /a.png?b=c HTTP/1.1"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://elsewhere.test/a.png",
+        "http://allowed.test:8080/",
+        "http://allowed.test.elsewhere.test/",
+        "http://user@allowed.test/",
+        "http://allowed.test@elsewhere.test/",
+        "https:///a.png",
+        "http://[::1/",
+        "http://allowed.test:99999999/",
+    ],
+)
+def test_another_host_is_refused(url: str) -> None:
+    with pytest.raises(InvalidImage) as refused:
+        UrlFetcher(["allowed.test"]).fetch(ImageSource(PARAM, url=url))
+    assert refused.value.param == PARAM
+
+
+def test_the_refusal_of_a_host_names_the_option() -> None:
+    with pytest.raises(InvalidImage, match=r"data: URL.*--image-urls"):
+        UrlFetcher([]).fetch(ImageSource(PARAM, url="https://example.com/a.png"))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"),
+        *("0.0.0.0", "255.255.255.255", "224.0.0.1", "::1", "::", "fe80::1", "fd00:ec2::254"),
+        *("::ffff:127.0.0.1", "::ffff:169.254.169.254", "64:ff9b:1::1", "ff02::1"),
+        *("64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2001:0:7f00:1::"),
+    ],
+)
+def test_an_address_that_is_not_public_is_refused(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["93.184.216.34", "2606:2800:220:1::1", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
+def test_a_public_address_is_allowed(address: str) -> None:
+    assert is_public(address)
+
+
+def test_a_name_with_one_private_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(2, 1, 6, "", (address, 80)) for address in ("93.184.216.34", "169.254.169.254")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+    fetcher = UrlFetcher(["rebinding.test"])
+    with pytest.raises(InvalidImage, match="not on the internet"):
+        fetcher.fetch(ImageSource(PARAM, url="http://rebinding.test/"))
+
+
+def test_the_connection_goes_to_the_address_that_was_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter([["127.0.0.1"], ["127.0.0.2"], ["127.0.0.2"]])
+    checked: list[str] = []
+
+    def resolved(name: str, port: int, **_: Any) -> Any:
+        kind = socket.AF_INET, socket.SOCK_STREAM, 6, ""
+        return [(*kind, (address, port)) for address in next(answers)]
+
+    with served(lambda line: response("200 OK", IMAGE)) as (host, _):
+        port = host.partition(":")[2]
+        monkeypatch.setattr(socket, "getaddrinfo", resolved)
+        name = f"changing.test:{port}"
+
+        def may_connect(address: str) -> bool:
+            checked.append(address)
+            return True
+
+        assert loaded(name, may_connect=may_connect) == IMAGE
+    assert checked == ["127.0.0.1"]
+
+
+def test_a_redirect_within_the_host_is_followed() -> None:
+    def answer(line: bytes) -> bytes:
+        if b"/start" in line:
+            return response("302 Found", Location="/end")
+        return response("200 OK", IMAGE)
+
+    with served(answer) as (host, lines):
+        assert loaded(host, "/start") == IMAGE
+    assert len(lines) == 2
+
+
+def test_a_redirect_to_another_host_is_refused() -> None:
+    elsewhere = "http://169.254.169.254/latest/meta-data"
+    with served(lambda line: response("302 Found", Location=elsewhere)) as (host, lines):
+        assert "redirects to another host" in why_not(host)
+    assert len(lines) == 1
+
+
+def test_endless_redirects_are_refused() -> None:
+    with served(lambda line: response("302 Found", Location="/")) as (host, lines):
+        assert "redirects too often" in why_not(host)
+    assert len(lines) == 4
+
+
+def test_a_server_that_does_not_answer_is_given_up() -> None:
+    with served(lambda line: None) as (host, _):
+        assert "within 0.2 s" in why_not(host, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (response("404 Not Found"), "status 404"),
+        (response("200 OK"), "no bytes"),
+        (response("200 OK", bytes(MAX_IMAGE_BYTES + 1)), "more than"),
+        (b"no HTTP\r\n\r\n", "could not be loaded"),
+        (b"", "could not be loaded"),
+    ],
+    ids=["status", "empty", "large", "no HTTP", "nothing"],
+)
+def test_an_answer_without_an_image_is_refused(reply: bytes, why: str) -> None:
+    with served(lambda line: reply) as (host, _):
+        assert why in why_not(host)
