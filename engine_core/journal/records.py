@@ -30,7 +30,7 @@ from protocol.worker.steps import (
     StepResult,
 )
 
-FORMAT = 13
+FORMAT = 14
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
 DIGEST_BYTES = 8
 RAISED = b"raised"

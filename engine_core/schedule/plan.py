@@ -264,4 +264,5 @@ def _slot_init(request: Request, checkpoint: int) -> SlotInit:
         adapter=NO_ADAPTER if request.adapter is None else request.adapter.row,
         adapter_generation=0 if request.adapter is None else request.adapter.generation,
         checkpoint=checkpoint,
+        mirostat_mu=request.mirostat_mu,
     )

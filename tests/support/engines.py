@@ -625,6 +625,7 @@ class Bench:
         timeout_s: float = 0.0,
         queue_timeout_s: float = 0.0,
         answer: list[int] | None = None,
+        mirostat_mu: float | None = None,
         adapter: str = "",
         adapter_digest: str = "",
         **params: Any,
@@ -646,6 +647,7 @@ class Bench:
             timeout_s=timeout_s,
             queue_timeout_s=queue_timeout_s,
             answer=None if answer is None else Int32.of(answer),
+            mirostat_mu=mirostat_mu,
             adapter=adapter,
             adapter_digest=adapter_digest,
         )

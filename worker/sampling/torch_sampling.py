@@ -12,6 +12,7 @@ from worker.device.staging import upload
 from worker.sampling.bans import RowMasks
 from worker.sampling.logits import process_logits
 from worker.sampling.logprobs import Scores, sampled_logprobs, score
+from worker.sampling.mirostat import SurpriseLimits, limit_surprise
 from worker.sampling.sampler import TokenChoice, sample
 from worker.sampling.verify import verify
 from worker.slots.table import SlotTable
@@ -31,12 +32,16 @@ class TorchSampling:
     ) -> SampledTokens:
         """Sample a token at each place. With drafts, this waits for the device."""
         processed = process_logits(logits, slots, sampled, masks)
+        limits = limit_surprise(processed, slots, sampled)
         choice = sample(processed, slots, sampled)
         if drafts is not None:
-            return _verified(logits, processed, choice, slots, sampled, drafts)
+            return _verified(logits, processed, choice, slots, sampled, drafts, limits)
         slots.append_tokens(sampled.slots, sampled.known, choice.tokens)
+        mu = None
+        if limits is not None:
+            mu = limits.advance(processed, choice.tokens, slots, sampled)
         logprobs = sampled_logprobs(logits, processed, choice.tokens, slots, sampled)
-        return SampledTokens(choice.tokens, choice.finite, None, logprobs)
+        return SampledTokens(choice.tokens, choice.finite, None, logprobs, mu=mu)
 
     def score(self, logits: Tensor, tokens: Tensor, num_top: int) -> Scores:
         return score(logits, tokens, num_top)
@@ -49,6 +54,7 @@ def _verified(
     slots: SlotTable,
     sampled: Sampled,
     drafts: Ints,
+    limits: SurpriseLimits | None,
 ) -> SampledTokens:
     """Verify the drafts, and return the sampled tokens that belong to the answers. The last one of
     each row is appended to its slot. The others equal their drafts, which are in the slot already.
@@ -59,6 +65,9 @@ def _verified(
     index, last = upload([verified.places, last_places], slots.device)
     ends = sampled.subset(last_places)
     slots.append_tokens(ends.slots, ends.known, choice.tokens.index_select(0, last))
+    mu = None
+    if limits is not None:
+        mu = limits.advance(processed, choice.tokens, slots, sampled, (last_places, last))
     logits, processed, verified_tokens = (
         tensor.index_select(0, index) for tensor in (logits, processed, choice.tokens)
     )
@@ -68,4 +77,5 @@ def _verified(
         choice.finite.index_select(0, last),
         torch.from_numpy(verified.counts),
         sampled_logprobs(logits, processed, verified_tokens, slots, places),
+        mu=mu,
     )

@@ -25,6 +25,9 @@ from protocol.engine.sampling import (
     MAX_TOKENS,
     AdditivePenalty,
     MinP,
+    Mirostat,
+    MirostatEta,
+    MirostatTau,
     NumLogprobs,
     RepetitionPenalty,
     Seed,
@@ -89,6 +92,9 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     top_p: TopP | None = None
     min_p: MinP | None = None
     typical_p: TypicalP | None = None
+    mirostat: Mirostat | None = None
+    mirostat_tau: MirostatTau | None = None
+    mirostat_eta: MirostatEta | None = None
     seed: Seed | None = None
     stop: Stop | None = None
     repeat_penalty: RepetitionPenalty | None = None
