@@ -270,7 +270,8 @@ def test_the_limit_of_mirostat_follows_drafts_as_on_the_host() -> None:
         known = torch.tensor([1, 2, 3, 4, 1, 1, 2])
         sampled = replace(places, host_known=known, known=known)
         result = sampling.sample(logits.clone(), slots, sampled, drafts=drafts).without_wrong()
-        assert result.mu is not None and result.counts is not None
+        assert result.mu is not None
+        assert result.counts is not None
         own = slots["mirostat_mu"][rows.slots]
         return result.tokens.tolist(), result.counts.tolist(), result.mu.tolist(), own.tolist()
 
