@@ -17,19 +17,22 @@ from urllib.parse import unquote, urlsplit
 from protocol.process.packages import HOME
 
 
-def install_command(extra: str) -> str:
-    """Return the command that installs an extra, such as "hub", with what it requires."""
-    return f"{_installer()} {_requirement(extra, *_source())}"
+def install_command(extra: str, home: Path = HOME) -> str:
+    """Return the command that installs an extra, such as "hub", with what it requires.
+
+    home   the directory that contains the packages
+    """
+    return f"{_installer()} {_requirement(extra, *_source(home))}"
 
 
 def reinstall_command() -> str:
     """Return the command that installs this version of Tidegate once more, with all its files."""
-    return f"{_installer()} --force-reinstall --no-deps {_requirement('all', *_source())}"
+    return f"{_installer()} --force-reinstall --no-deps {_requirement('all', *_source(HOME))}"
 
 
 def own_environment_remedy() -> str:
     """Return how to install Tidegate where no other package can hide or replace its files."""
-    words = _requirement("all", _source()[0], is_editable=False)
+    words = _requirement("all", _source(HOME)[0], is_editable=False)
     return (
         f"reinstall Tidegate in an environment of its own: pipx install {words}, or "
         f"uv tool install {words}"
@@ -50,7 +53,7 @@ def _requirement(extra: str, source: Path | None, is_editable: bool) -> str:
     return f"-e {words}" if is_editable else words
 
 
-def _source(home: Path = HOME) -> tuple[Path | None, bool]:
+def _source(home: Path) -> tuple[Path | None, bool]:
     """Return the directory from which Tidegate was installed, None if it is not known or not there
     any more, and whether the installation uses the files there."""
     if (home / "setup.cfg").is_file():
