@@ -11,13 +11,16 @@ import sys
 
 def main() -> int:
     try:
-        from protocol.process.packages import REMEDY, check_rooms
+        from protocol.process.packages import check_rooms
     except ImportError as error:
         print(f"tidegate: the package protocol is not Tidegate's: {error}", file=sys.stderr)
         return 1
     problems = check_rooms()
-    for problem in problems:
-        print(f"tidegate: {problem.message}; {REMEDY}", file=sys.stderr)
+    if problems:
+        from protocol.process.installation import own_environment_remedy
+
+        for problem in problems:
+            print(f"tidegate: {problem.message}; {own_environment_remedy()}", file=sys.stderr)
     if any(problem.is_fatal for problem in problems):
         return 1
     from tools.__main__ import main as run

@@ -24,6 +24,7 @@ from protocol.config.engine import EngineConfig
 from protocol.process.exit_codes import DRAINED, ExitCode
 from protocol.process.lifeline import attach_to_parent
 from protocol.process.log_lines import log_to_stderr
+from protocol.process.process_title import set_title
 from protocol.process.start_gate import wait_at_gate
 from protocol.wire import sockets
 from protocol.wire.cluster_key import read_cluster_key
@@ -35,8 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     log_to_stderr("engine")
     parser = argparse.ArgumentParser(prog="python -m engine_core", description=__doc__)
     parser.add_argument("--config", required=True, help="an EngineConfig as JSON")
+    parser.add_argument("--title", default="engine", help="what ps shows, such as engine 2")
+    options = parser.parse_args(arguments)
+    set_title(options.title)
     try:
-        config = msgspec.json.decode(parser.parse_args(arguments).config, type=EngineConfig)
+        config = msgspec.json.decode(options.config, type=EngineConfig)
     except msgspec.MsgspecError as error:
         log.error("bad --config: %s", error)
         return ExitCode.USAGE

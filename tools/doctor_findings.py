@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from protocol.process.devices import DeviceHolder
-from protocol.process.packages import REMEDY, PackageProblem
+from protocol.process.installation import install_command, own_environment_remedy
+from protocol.process.packages import PackageProblem
 from protocol.tools.start_facts import GIB, MachineFacts, ModelPlan, Preflight
 
 OLDEST_PYTHON = (3, 11)
@@ -57,7 +58,9 @@ def packages(problems: Sequence[PackageProblem]) -> Finding:
         )
     is_bad = any(problem.is_fatal for problem in problems)
     text = "; ".join(problem.message for problem in problems)
-    return Finding("packages", text, Verdict.BAD if is_bad else Verdict.DOUBT, REMEDY)
+    return Finding(
+        "packages", text, Verdict.BAD if is_bad else Verdict.DOUBT, own_environment_remedy()
+    )
 
 
 def libraries(found: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
@@ -71,7 +74,7 @@ def libraries(found: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
 def _extra(extra: str, versions: Mapping[str, str | None]) -> Finding:
     missing = [name for name, version in versions.items() if version is None]
     if missing:
-        remedy = f"pip install 'tidegate[{extra}]', unless this part runs on another machine"
+        remedy = f"{install_command(extra)}, unless this part runs on another machine"
         return Finding(extra, f"not installed: {', '.join(missing)}", Verdict.BAD, remedy)
     return Finding(extra, ", ".join(f"{name} {version}" for name, version in versions.items()))
 
@@ -138,7 +141,7 @@ def _gpu_libraries(facts: MachineFacts) -> Finding:
     """Judge the libraries with which a GPU computes faster than with torch alone."""
     attention = ", ".join(facts.attention) or "no FlashAttention library"
     if not facts.triton:
-        remedy = "pip install 'tidegate[cuda]'; without triton, torch alone computes slowly"
+        remedy = f"{install_command('cuda')}; without triton, torch alone computes slowly"
         return Finding("gpu code", f"no triton; {attention}", Verdict.DOUBT, remedy)
     if not facts.c_compiler:
         remedy = "install gcc: triton needs a C compiler at its first launch"

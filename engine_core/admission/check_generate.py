@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
 
@@ -11,7 +12,13 @@ from engine_core.requests.request import Request
 from engine_core.requests.stage_timer import EngineClock, StageTimer
 from protocol.engine.messages import Generate, Limits
 from protocol.engine.model_card import ModelCard
-from protocol.engine.sampling import SamplingParams, check_token_ids, check_vocabulary
+from protocol.engine.sampling import (
+    SamplingParams,
+    check_token_ids,
+    check_vocabulary,
+    first_mu,
+    uses_mirostat,
+)
 from protocol.wire.errors import ContextExcess, ContextTooLong, InvalidRequest
 
 
@@ -57,12 +64,24 @@ def _check_answer(tokens: list[int], message: Generate, model: ModelCard, room: 
     check_token_ids(tokens, model.vocab_size, "answer")
     if tokens and (message.kv_readers or message.kv_handle):
         raise InvalidRequest("answer cannot be combined with K/V transfer", param="answer")
+    if tokens and uses_mirostat(message.params):
+        _check_mu(message.mirostat_mu)
     max_tokens = message.params.max_tokens
     most = room if max_tokens is None else min(max_tokens, room)
     if tokens and len(tokens) >= most:
         raise InvalidRequest(
             f"answer has {len(tokens):,} tokens already; it can have at most {most:,}",
             param="answer",
+        )
+
+
+def _check_mu(mu: float | None) -> None:
+    """Raise InvalidRequest if Mirostat cannot continue with this state."""
+    if mu is None or not math.isfinite(mu):
+        raise InvalidRequest(
+            "mirostat_mu: must be a finite number if an answer with mirostat is continued; "
+            f"got {'none' if mu is None else mu}",
+            param="mirostat_mu",
         )
 
 
@@ -116,6 +135,7 @@ def new_request(
         tokens=array("i", prompt + answer),
         prompt_tokens=len(prompt),
         params=params,
+        mirostat_mu=first_mu(params) if message.mirostat_mu is None else message.mirostat_mu,
         seed=draw_seed() if params.seed is None else params.seed,
         max_total_tokens=len(prompt)
         + (room if params.max_tokens is None else min(params.max_tokens, room)),

@@ -96,6 +96,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     num_passed_sent: int
     num_shared_columns: int
     hashes: list[bytes]
+    mirostat_mu: float
     num_computed: int
     num_charged: int
     num_scheduled: int

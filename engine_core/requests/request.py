@@ -165,6 +165,8 @@ class Request:
     num_passed_sent: int = 0
     #: Chained hashes of the first full blocks. The list is extended when a hash is needed.
     hashes: list[bytes] = field(default_factory=list)
+    #: State of Mirostat after the last of `tokens` (`SlotInit.mirostat_mu`); 0 without Mirostat.
+    mirostat_mu: float = 0.0
     #: Positions whose K/V is in `blocks`. Never exceeds `num_scheduled`.
     num_computed: int = 0
     #: Positions that were charged to `account_usage` when planned, or were found in a cache. No

@@ -13,6 +13,7 @@ from engine_core.schedule.row_results import RowResult, request_failure
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import FinishReason, Output, RequestStatus, Usage
 from protocol.engine.model_card import ModelCard
+from protocol.engine.sampling import uses_mirostat
 from protocol.engine.timeline import Lack
 from protocol.wire.errors import ServingError
 
@@ -61,6 +62,8 @@ def commit_row(request: Request, count: int, row_result: RowResult) -> Committed
         if (end := _finish_reason(request, token)) is not None:
             committed.finish = end
             break
+    if row_result.mirostat_mu is not None and uses_mirostat(request.params):
+        request.mirostat_mu = row_result.mirostat_mu
     num_committed = len(committed.tokens)
     committed.logprobs = row_result.logprobs[:num_committed]
     # In a failed row, only the positions that gave a token are known to be free of NaN.
@@ -120,6 +123,7 @@ def progress_output(request: Request, committed: CommittedTokens) -> Output:
         logprobs=committed.logprobs,
         prompt_logprobs=request.prompt_logprobs if is_first else [],
         usage=request_usage(request) if is_first else None,
+        mirostat_mu=request.mirostat_mu if uses_mirostat(request.params) else None,
     )
 
 

@@ -265,4 +265,5 @@ def _slot_init(request: Request, checkpoint: int) -> SlotInit:
         adapter_generation=0 if request.adapter is None else request.adapter.generation,
         checkpoint=checkpoint,
         images=list(request.images),
+        mirostat_mu=request.mirostat_mu,
     )

@@ -27,6 +27,8 @@ class RowResult:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     #: Tokens that the draft model proposes after `tokens`.
     proposed: list[int] = field(default_factory=list)
+    #: `Request.mirostat_mu` after `tokens`; None: the row does not use Mirostat, or failed.
+    mirostat_mu: float | None = None
 
     @property
     def num_accepted(self) -> int:
@@ -74,6 +76,7 @@ def _has_only_tokens(plan: StepPlan, result: StepResult) -> bool:
         and result.logprobs is None
         and result.prompt_logprobs is None
         and result.proposed is None
+        and result.mirostat_mu is None
         and not len(result.failed)
     )
 
@@ -97,6 +100,7 @@ def _only_token(row_result: RowResult) -> int | None:
         or row_result.logprobs
         or row_result.prompt_logprobs
         or row_result.proposed
+        or row_result.mirostat_mu is not None
     )
     return row_result.tokens[0] if is_plain else None
 
@@ -119,6 +123,9 @@ def row_results(plan: StepPlan, result: StepResult) -> list[RowResult]:
     if result.logprobs is not None:
         for place, entry in _entries(result.logprobs):
             owners[place].logprobs.append(entry)
+    if result.mirostat_mu is not None:
+        for row_result, mu in zip(sampled, result.mirostat_mu.tolist(), strict=True):
+            row_result.mirostat_mu = mu
     for index in result.failed.tolist():
         sampled[index].failed = True
         sampled[index].tokens.pop()

@@ -54,6 +54,7 @@ def merge_outputs(outputs: Sequence[Output]) -> Output:
         usage=usages[-1] if usages else None,
         error=last.error,
         kv_handle=last.kv_handle,
+        mirostat_mu=last.mirostat_mu,
         vectors=last.vectors,
     )
 

@@ -282,6 +282,8 @@ class EngineFleet(FleetState, Generic[Routed]):
             options["queue_timeout_s"] = remaining_s(queue_s, elapsed_s)
         if request.num_losses and request.failover.state is not FailoverState.SENT:
             options["answer"] = Int32.of(request.answer)
+            if request.mirostat_mu is not None:
+                options["mirostat_mu"] = request.mirostat_mu
         return options
 
     # ---- events
@@ -310,6 +312,7 @@ class EngineFleet(FleetState, Generic[Routed]):
             output = self._merged(request, output)
             request.first_usage = request.first_usage or output.usage
         request.answer += output.tokens
+        request.mirostat_mu = output.mirostat_mu
         if request.failover.state is FailoverState.OPEN:  # the usual case, without the table
             request.subscriber(output)
         else:

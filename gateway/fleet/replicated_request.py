@@ -75,6 +75,8 @@ class ReplicatedRequest:
     tried: set[int] = field(default_factory=set)
     #: Tokens of the answer that the caller has received.
     answer: list[int] = field(default_factory=list)
+    #: `Output.mirostat_mu` after these tokens.
+    mirostat_mu: float | None = None
     num_losses: int = 0
     #: How many engines were lost before while they computed its prompt only.
     num_lost_before: int = 0

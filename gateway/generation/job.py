@@ -24,6 +24,17 @@ BACKGROUND_PRIORITY = 100
 """Priority of the requests of batches. Requests that set no priority have 0 and come first."""
 
 
+def session_of(context: RequestContext) -> str:
+    """Return the name of the request's session; "": it has none. Raises InvalidRequest if the name
+    is too long."""
+    session = context.headers.get(SESSION_HEADER, "")
+    if len(session) > MAX_SESSION_CHARS:
+        raise InvalidRequest.wrong(
+            SESSION_HEADER, f"a text of at most {MAX_SESSION_CHARS} characters", session
+        )
+    return session
+
+
 class OptionFields(Protocol):
     """The fields of every API's request body that `RequestOptions.from_body` reads."""
 
@@ -129,7 +140,7 @@ class Job:
             "priority": max(priority, BACKGROUND_PRIORITY) if context.is_background else priority,
             "labels": self.labels,
             "account": context.caller.account,
-            "session": context.headers.get(SESSION_HEADER, "")[:MAX_SESSION_CHARS],
+            "session": session_of(context),
             "timeout_s": limits.timeout_s,
             "queue_timeout_s": limits.queue_timeout_s,
             **self.use.adapter_options,

@@ -23,7 +23,7 @@ End = Literal["finished", "aborted", "disconnected", "refused", "error"]
 """How a request ended, as a metric label and in the log."""
 REFUSED = "refused"
 """The finish of a request that the engine did not accept."""
-_ENDS: dict[str, End] = {
+ENDS: dict[str, End] = {
     "abort": "aborted",
     "cancelled": "aborted",
     "disconnected": "disconnected",
@@ -142,7 +142,7 @@ def _end(status: int, answer: AnswerRecord | None) -> End:
     """Return how a request ended: by the answer's finish, or by the HTTP status if there is no
     answer or the engine refused it."""
     if answer is not None and answer.finish != REFUSED:
-        return _ENDS.get(answer.finish, "finished")
+        return ENDS.get(answer.finish, "finished")
     if status == CLIENT_CLOSED_REQUEST:
         return "disconnected"
     if status == 500:

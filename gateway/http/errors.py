@@ -46,6 +46,7 @@ from protocol.wire.errors import (
     UnknownModel,
     UnknownRequest,
 )
+from protocol.wire.field_words import shown
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,22 @@ class ThreadsUnsupported(InvalidRequest):
     code = "thread_unsupported_request"
 
 
+class NoSuchId(RequestError):
+    """Raised if a path has an id that the server does not know."""
+
+    code = "not_found"
+
+    @classmethod
+    def of(cls, name: str, known: str, value: str) -> NoSuchId:
+        """Return the error of a part of the path: "file_id: must be the id of a stored file; got
+        ...".
+
+        name   the part, as the reference names it
+        known  what it may be, in words
+        """
+        return cls(f"{name}: must be {known}; got {shown(value)}", param=name)
+
+
 _STATUS: dict[type[ServingError], int] = {
     MalformedTarget: 400,
     NoSuchRoute: 404,
@@ -73,6 +90,7 @@ _STATUS: dict[type[ServingError], int] = {
     InvalidImage: 400,
     ThreadsUnsupported: 400,
     ContextTooLong: 400,
+    NoSuchId: 404,
     UnknownModel: 404,
     UnknownRequest: 404,
     Overloaded: 429,

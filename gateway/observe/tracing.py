@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.generation.record import AnswerRecord, RequestRecord
 from gateway.served_model import version
+from protocol.process.installation import install_command
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -104,7 +105,7 @@ def tracing_to(endpoint: str) -> Tracing | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ValueError(
-            f"{OPTION} needs OpenTelemetry, which is not installed: pip install 'tidegate[otel]' "
+            f"{OPTION} needs OpenTelemetry, which is not installed: {install_command('otel')} "
             f"({error})"
         ) from None
     if not endpoint.startswith(("http://", "https://")):

@@ -55,4 +55,4 @@ class CannotCancel(Exception):
     """A batch cannot be cancelled, because it has ended or is about to."""
 
     def __init__(self, status: BatchStatus) -> None:
-        super().__init__(f"a batch that is {status} cannot handle {BatchEvent.CANCEL}")
+        super().__init__(f"a batch that is {status} cannot be cancelled")

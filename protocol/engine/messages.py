@@ -105,6 +105,8 @@ class Generate(Message, frozen=True, kw_only=True):
     #: all. With the same seed, the answer is the one that the other engine would have given
     #: (`ModelCard.numerics`). None: a new request.
     answer: Int32 | None = None
+    #: `Output.mirostat_mu` of the last tokens of `answer`.
+    mirostat_mu: float | None = None
     #: Name of the LoRA adapter to use; "": none.
     adapter: str = ""
     #: `AdapterInfo.digest` of the adapter to use. If another adapter has the name when the request
@@ -276,18 +278,15 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Engine -> client, answering Hello while the model is loading. Welcome follows later.
-
-    elapsed_s  seconds since the engine started
-    """
+    """Engine -> client, answering Hello while the model is loading, `elapsed_s` after the engine's
+    start. Welcome follows later."""
 
     elapsed_s: float
 
 
 class SessionLost(Message, frozen=True, kw_only=True):
     """Engine -> client. The engine has no session with this client, or has ended it. All open
-    requests of the client are lost, and it must send Hello again. `why` is shown to users.
-    """
+    requests of the client are lost, and it must send Hello again. `why` is shown to users."""
 
     why: str
 
@@ -359,8 +358,7 @@ class EngineStatus(Message, frozen=True, kw_only=True, tag="view"):
 class RequestTimelines(Message, frozen=True, kw_only=True):
     """Engine -> client, answering GetTimeline.
 
-    timelines    of the open and the recently ended requests with these names, at most 16; empty if
-                 there are none
+    timelines    of the open and the recently ended requests with these names, at most 16
     kept         number of ended requests that the engine remembers at most
     kept_s       seconds after its end for which it remembers a request
     """
@@ -399,6 +397,8 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     error: ErrorInfo | None = None
     #: Sent with finish="length" for a request with `kv_readers`.
     kv_handle: str = ""
+    #: `SlotInit.mirostat_mu` after `tokens`. None: Mirostat is off, or the request has ended.
+    mirostat_mu: float | None = None
     #: [number of inputs, size of a result], with finish="stop", of an `Encode`.
     vectors: Float32 | None = None
 

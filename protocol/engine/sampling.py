@@ -80,6 +80,9 @@ DynatempRange = Annotated[float, Meta(ge=0, le=2)]
 DynatempExponent = Annotated[float, Meta(ge=0, le=10)]
 XtcProbability = Annotated[float, Meta(ge=0, le=1)]
 XtcThreshold = Annotated[float, Meta(ge=0, le=1)]
+Mirostat = Annotated[int, Meta(ge=0, le=2)]
+MirostatTau = Annotated[float, Meta(ge=0, le=100)]
+MirostatEta = Annotated[float, Meta(ge=0, le=1)]
 DryMultiplier = Annotated[float, Meta(ge=0, le=100)]
 DryBase = Annotated[float, Meta(ge=1, le=100)]
 DryAllowedLength = Annotated[int, Meta(ge=0, le=1024)]
@@ -134,6 +137,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     #: excluded except the least likely of them. 0: off. A threshold above 0.5: off.
     xtc_probability: XtcProbability = 0.0
     xtc_threshold: XtcThreshold = 0.1
+    #: The version of Mirostat, which limits the surprise of tokens so that its mean comes near
+    #: `mirostat_tau` bits. It replaces all filters but the temperature. 0: off.
+    mirostat: Mirostat = 0
+    mirostat_tau: MirostatTau = 5.0
+    #: How fast the limit follows the surprise of each token.
+    mirostat_eta: MirostatEta = 0.1
     #: A token that would continue a repeated sequence of n tokens loses dry_multiplier *
     #: dry_base ** (n - dry_allowed_length), if n is at least dry_allowed_length. 0: off.
     dry_multiplier: DryMultiplier = 0.0
@@ -245,6 +254,8 @@ _FLOATS = (
     "dynatemp_exponent",
     "xtc_probability",
     "xtc_threshold",
+    "mirostat_tau",
+    "mirostat_eta",
     "dry_multiplier",
     "dry_base",
     "frequency_penalty",
@@ -290,6 +301,8 @@ def filter_order(params: SamplingParams) -> list[str] | None:
     greedy, or only temperature, top_k, top_p and min_p are applied, in this order."""
     if params.temperature == 0:
         return None
+    if params.mirostat:
+        return ["temperature"]
     if params.samplers is not None:
         return [name for name in params.samplers if name not in PENALTIES]
     is_used = (
@@ -299,6 +312,16 @@ def filter_order(params: SamplingParams) -> list[str] | None:
         or (params.xtc_probability > 0 and params.xtc_threshold <= MAX_XTC_THRESHOLD)
     )
     return list(FILTERS) if is_used else None
+
+
+def uses_mirostat(params: SamplingParams) -> bool:
+    """Return whether Mirostat limits the request's tokens. At temperature 0 it does not."""
+    return params.mirostat > 0 and params.temperature > 0
+
+
+def first_mu(params: SamplingParams) -> float:
+    """Return the largest surprise, in bits, of the first token of an answer; 0 without Mirostat."""
+    return 2 * params.mirostat_tau if uses_mirostat(params) else 0.0
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

@@ -133,6 +133,7 @@ class GenerateOptions(TypedDict, total=False):
     timeout_s: float
     queue_timeout_s: float
     answer: Int32 | None
+    mirostat_mu: float | None
     adapter: str
     adapter_digest: str
     attachments: list[Attachment]

@@ -18,10 +18,6 @@ ROOMS = ("protocol", "gateway", "engine_core", "worker", "tools", "simulator")
 """The names of Tidegate's packages."""
 HOME = Path(__file__).parents[2]
 """The directory with all packages of this installation."""
-REMEDY = (
-    "reinstall Tidegate in an environment of its own: pipx install 'tidegate[all]', or "
-    "uv tool install 'tidegate[all]'"
-)
 _SOURCES = (".py", ".so")
 _FIRST_FILES = tuple(f"{room}/{name}.py" for room in ROOMS for name in ("__init__", "__main__"))
 _INFO = ".dist-info"

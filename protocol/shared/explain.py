@@ -40,16 +40,16 @@ Cause = Literal[
 ]
 
 
-_ABORTS: dict[AbortReason, str] = {
-    "": "its client aborted it",
-    "disconnected": "its client disconnected",
-    "complete": "its answer was complete, because of a stop string or a tool call",
-    "cancelled": "it was cancelled",
-    "error": "its answer failed in the gateway, or another choice was refused",
-    "by_id": "it was aborted by its id",
-    "client_lost": "the gateway or program that sent it ended or was lost",
+_ABORTS: dict[AbortReason, tuple[str, str]] = {
+    "": ("aborted", "its client aborted it"),
+    "disconnected": ("disconnected", "its client disconnected"),
+    "complete": ("finished", "its answer was complete, because of a stop string or a tool call"),
+    "cancelled": ("aborted", "it was cancelled"),
+    "error": ("error", "its answer failed in the gateway, or another choice was refused"),
+    "by_id": ("aborted", "it was aborted by its id"),
+    "client_lost": ("disconnected", "the gateway or program that sent it ended or was lost"),
 }
-"""Why a request was aborted, in words: those of the gateway's log, if that has a word for it."""
+"""Why a request was aborted -> how it ended, in the word of the gateway's log, and why."""
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +91,8 @@ def ended(timeline: EngineTimeline) -> str:
     """Return how a request ended for the engine, in words, or that it is open."""
     if timeline.finish != "abort":
         return f"ended with {timeline.finish!r}" if timeline.finish else "open"
-    return f"ended with 'abort': {_ABORTS[timeline.abort_reason]}"
+    word, why = _ABORTS[timeline.abort_reason]
+    return f"{word}: {why}"
 
 
 def duration(seconds: float) -> str:

@@ -87,6 +87,8 @@ class SlotInit(msgspec.Struct, frozen=True, kw_only=True):
     #: The images in the prompt. The worker puts their rows in place of the embeddings of their
     #: positions. It has the rows of all images that a plan computes positions of.
     images: list[Attachment] = []
+    #: Largest surprise, in bits, of the next token; 0 if the request does not use Mirostat.
+    mirostat_mu: float = 0.0
 
 
 class SlotRelease(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,6 +252,9 @@ class StepResult(Message, frozen=True, kw_only=True):
     #: Logprobs of the prompt tokens at positions row_starts + 1 ..., ordered by row, then by
     #: position.
     prompt_logprobs: Logprobs | None = None
+    #: [S] largest surprise of each row's next token (`SlotInit.mirostat_mu`); 0 in rows without
+    #: Mirostat. None: no row uses it.
+    mirostat_mu: Float32 | None = None
     #: The drafts that the plan `wanted` for each row, in row order. Those of failed rows must be
     #: ignored. None: none were wanted.
     proposed: Int32 | None = None

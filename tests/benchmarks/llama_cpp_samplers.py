@@ -8,7 +8,8 @@ with a C++ compiler. Both sides get the same VECTORS vectors of logits and the s
 Prints for each setting the largest difference of a probability, and how much the setting changes a
 probability. Exits with 1 if a difference exceeds MAX_DIFFERENCE, or if a setting changes less.
 
-XTC is compared with probability 1 only, since the random numbers differ.
+XTC is compared with probability 1 only, since the random numbers differ. With Mirostat, the VECTORS
+vectors are the steps of one answer: its tokens are those that llama.cpp draws.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from protocol.engine.sampling import (
 )
 from tests.support.sampled_rows import RowRequest, bind_rows
 from worker.sampling.logits import process_logits
+from worker.sampling.mirostat import limit_surprise
 from worker.sampling.sampler import drawn_from
 
 VECTORS = 20
@@ -95,6 +97,13 @@ SETTINGS = [
     SamplingParams(samplers=["top_k", "typ_p", "temperature"], top_k=100, typical_p=0.8),
 ]
 
+MIROSTAT = [
+    SamplingParams(mirostat=2, mirostat_tau=3.0, mirostat_eta=0.4),
+    SamplingParams(mirostat=2, temperature=0.7),
+    SamplingParams(mirostat=1, mirostat_tau=3.0, mirostat_eta=0.4),
+    SamplingParams(mirostat=1, temperature=1.3, mirostat_tau=1.5, mirostat_eta=1.0),
+]
+
 
 class Candidate(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int32), ("logit", ctypes.c_float), ("p", ctypes.c_float)]
@@ -131,8 +140,7 @@ class LlamaCppSamplers:
         self, logits: Sequence[float], tokens: Sequence[int], params: SamplingParams
     ) -> Tensor:
         """Return the probability of each token [V] after the samplers of `params`."""
-        data = (Candidate * len(logits))(*(Candidate(i, x, 0.0) for i, x in enumerate(logits)))
-        found = Candidates(data, len(logits), -1, False)
+        found = _candidates(logits)
         # llama.cpp cannot make a sampler of DRY that is off in this way.
         penalties = ["penalties", "dry"] if params.dry_multiplier else ["penalties"]
         for name in [*penalties, *(filter_order(params) or [])]:
@@ -141,10 +149,22 @@ class LlamaCppSamplers:
                 self._library.llama_sampler_accept(sampler, ctypes.c_int32(token))
             self._library.llama_sampler_apply(sampler, ctypes.byref(found))
             self._library.llama_sampler_free(sampler)
-        kept = torch.full((len(logits),), float("-inf"), dtype=torch.float64)
-        for place in range(found.size):
-            kept[found.data[place].id] = found.data[place].logit
-        return kept.softmax(0)
+        return _shares(found, len(logits))
+
+    def mirostat_steps(
+        self, vectors: Sequence[Sequence[float]], params: SamplingParams
+    ) -> Iterator[tuple[Tensor, int]]:
+        """Yield for each step of an answer the probability of each token [V], and the token that
+        was drawn."""
+        temperature = ctypes.c_void_p(self._make("temperature", params))
+        limit = ctypes.c_void_p(self._make(f"mirostat_{params.mirostat}", params))
+        for logits in vectors:
+            found = _candidates(logits)
+            for sampler in (temperature, limit):
+                self._library.llama_sampler_apply(sampler, ctypes.byref(found))
+            yield _shares(found, len(logits)), found.data[found.selected].id
+        for sampler in (temperature, limit):
+            self._library.llama_sampler_free(sampler)
 
     def _make(self, name: str, params: SamplingParams) -> int:
         """Return the address of a new sampler."""
@@ -169,6 +189,20 @@ class LlamaCppSamplers:
                     number(params.dynatemp_exponent),
                 ],
             ),
+            "mirostat_1": (
+                "llama_sampler_init_mirostat",
+                [
+                    whole(VOCAB),
+                    ctypes.c_uint32(1),
+                    number(params.mirostat_tau),
+                    number(params.mirostat_eta),
+                    whole(100),
+                ],
+            ),
+            "mirostat_2": (
+                "llama_sampler_init_mirostat_v2",
+                [ctypes.c_uint32(1), number(params.mirostat_tau), number(params.mirostat_eta)],
+            ),
             "top_n_sigma": ("llama_sampler_init_top_n_sigma", [number(params.top_n_sigma)]),
             "top_k": ("llama_sampler_init_top_k", [whole(params.top_k)]),
             "typ_p": ("llama_sampler_init_typical", [number(params.typical_p), least]),
@@ -188,6 +222,19 @@ class LlamaCppSamplers:
         make: Callable[..., int] = self._library[function]
         make.restype = ctypes.c_void_p  # type: ignore[attr-defined]
         return make(*given)
+
+
+def _candidates(logits: Sequence[float]) -> Candidates:
+    data = (Candidate * len(logits))(*(Candidate(i, x, 0.0) for i, x in enumerate(logits)))
+    return Candidates(data, len(logits), -1, False)
+
+
+def _shares(found: Candidates, vocab: int) -> Tensor:
+    """Return the probability of each token [vocab]."""
+    kept = torch.full((vocab,), float("-inf"), dtype=torch.float64)
+    for place in range(found.size):
+        kept[found.data[place].id] = found.data[place].logit
+    return kept.softmax(0)
 
 
 def _dry(params: SamplingParams) -> list[object]:
@@ -213,6 +260,22 @@ def our_probabilities(logits: Tensor, texts: list[list[int]], params: SamplingPa
     processed = process_logits(logits, slots, sampled)
     drawn = drawn_from(processed, slots, sampled, torch.arange(len(logits)))
     return drawn.double().softmax(-1)
+
+
+def mirostat_differences(
+    theirs: LlamaCppSamplers, logits: Tensor, params: SamplingParams
+) -> Iterator[float]:
+    """Yield the largest difference of a probability at each step of an answer."""
+    slots, sampled = bind_rows([RowRequest(params)])
+    for row, (expected, token) in zip(
+        logits, theirs.mirostat_steps(logits.tolist(), params), strict=True
+    ):
+        processed = process_logits(row[None], slots, sampled)
+        limits = limit_surprise(processed, slots, sampled)
+        assert limits is not None
+        drawn = drawn_from(processed, slots, sampled, torch.arange(1))
+        yield (drawn.double().softmax(-1)[0] - expected).abs().max().item()
+        limits.advance(processed, torch.tensor([token]), slots, sampled)
 
 
 def examples() -> tuple[Tensor, list[list[int]]]:
@@ -245,7 +308,12 @@ def main() -> int:
             change = (plain - expected).abs().max().item()
             worst, least = max(worst, difference), min(least, change)
             print(f"{difference:.1e} of {change:.1e}  {described(params)}", flush=True)
-    print(f"{len(SETTINGS)} settings, {VECTORS} vectors of {VOCAB:,} logits each: {worst:.1e}")
+        for params in MIROSTAT:
+            difference = max(mirostat_differences(theirs, logits, params))
+            worst = max(worst, difference)
+            print(f"{difference:.1e}  {described(params)}", flush=True)
+    count = len(SETTINGS) + len(MIROSTAT)
+    print(f"{count} settings, {VECTORS} vectors of {VOCAB:,} logits each: {worst:.1e}")
     return int(worst > MAX_DIFFERENCE or least < MAX_DIFFERENCE)
 
 

@@ -98,7 +98,8 @@ def test_the_parameters_of_llama_cpp_are_sent_to_the_engine(
         "dry_sequence_breakers": ["q"],
         "logit_bias": [["a", 1.5], [98, False]],
         "samplers": ["dry", "typical_p", "temp", "tfs_z"],
-        "mirostat": 0,
+        "mirostat": 2,
+        "mirostat_tau": 4.5,
         "cache_prompt": True,
         "seed": -1,
     }
@@ -106,7 +107,7 @@ def test_the_parameters_of_llama_cpp_are_sent_to_the_engine(
     params = params_of(engine)
     assert (params.max_tokens, params.repetition_penalty, params.seed) == (None, 1.25, None)
     assert (params.dynatemp_range, params.typical_p, params.xtc_probability) == (0.5, 0.75, 0.5)
-    assert params.dry_multiplier == 0.5
+    assert (params.dry_multiplier, params.mirostat, params.mirostat_tau) == (0.5, 2, 4.5)
     assert [breaker.heads for breaker in params.dry_breakers] == [[*b"q"]]
     assert (params.logit_bias, params.bad_words) == ({97: 1.5}, [[98]])
     assert params.samplers == ["dry", "typ_p", "temperature"]
@@ -140,7 +141,7 @@ def test_samplers_have_llama_cpps_names_and_order(
         ({"samplers": "kz"}, "samplers[1]"),
         ({"samplers": ["top_k", "dry"]}, "samplers"),
         ({"samplers": ["infill"]}, "samplers[0]"),
-        ({"mirostat": 2}, "mirostat"),
+        ({"mirostat": 3}, "mirostat"),
         ({"n_probs": 21}, "n_probs"),
         ({"n_probs": 2, "post_sampling_probs": True, "temperature": 0}, "post_sampling_probs"),
         ({"xtc_threshold": 1.5}, "xtc_threshold"),

@@ -230,12 +230,12 @@ def test_fields_without_effect_are_listed(gateway: GatewayProcess, engine: Scrip
     body = {
         "model": "scripted",
         "messages": HI,
-        "options": {"num_ctx": 8192, "mirostat": 0, "temperature": 0},
+        "options": {"num_ctx": 8192, "use_mmap": True, "temperature": 0},
         "keep_alive": "5m",
         "metadata": {},
     }
     answer = gateway.post(CHAT, body)
-    ignored = "metadata, options.num_ctx, options.mirostat, keep_alive"
+    ignored = "metadata, options.num_ctx, options.use_mmap, keep_alive"
     assert answer.headers["x-ignored-fields"] == ignored
 
 

@@ -98,7 +98,7 @@ def test_requests_are_seen_aborted_and_let_finish(
         assert "job-11" in tool("why", "job-11…")
         assert tool("abort", "job-10…") == "aborted  job-10\n"
         assert tool("abort", last) == f"aborted  {last}\n"
-        assert "ended with 'abort': it was aborted by its id" in tool("why", last)
+        assert "aborted: it was aborted by its id" in tool("why", last)
         assert "no open request" in tool("abort", last, code=1)
         assert "aborted  job-" in tool("abort", "--all")
         assert client.get_status().num_open == 0

@@ -48,6 +48,20 @@ REQUESTS: list[tuple[list[int], SamplingParams, Body | None]] = [
         Regex(pattern="[ab]{9}c"),
     ),
     (
+        [11, 12],
+        SamplingParams(
+            temperature=1.6,
+            mirostat=2,
+            mirostat_tau=2.0,
+            mirostat_eta=0.9,
+            max_tokens=16,
+            ignore_eos=True,
+            logprobs=1,
+            logprobs_of="sampling",
+        ),
+        None,
+    ),
+    (
         [60, 61, 60, 61, 60],
         SamplingParams(
             temperature=0.0,
@@ -61,7 +75,8 @@ REQUESTS: list[tuple[list[int], SamplingParams, Body | None]] = [
     ),
 ]
 """(prompt, params, body of the grammar). They depend on all that a preemption must not lose: seeds,
-penalties, the state of a grammar, the tokens of an answer, and the conditions that end it."""
+penalties, Mirostat, the state of a grammar, the tokens of an answer, and the conditions that end
+it."""
 TOKEN_BUDGET = 6
 """Small, so prompts are computed in chunks, and some requests are preempted in the middle of
 one."""

@@ -226,7 +226,7 @@ def test_what_every_replica_would_refuse_is_sent_to_one(kept: Replicas) -> None:
 def test_a_stream_continues_on_another_replica_from_its_tokens(two: Replicas) -> None:
     for engine in two.engines:
         engine.script = stuck_after(5)
-    with Asked(two, temperature=1.0) as asked:
+    with Asked(two, temperature=1.0, mirostat=2) as asked:
         assert eventually(lambda: sum(two.counts()) == 1)
         owner = two.engines[two.counts().index(1)]
         (other,) = [engine for engine in two.engines if engine is not owner]
@@ -236,6 +236,7 @@ def test_a_stream_continues_on_another_replica_from_its_tokens(two: Replicas) ->
         other.await_generates(1)
     assert asked.text == TEXT
     before, after = owner.generates[0], other.generates[0]
+    assert (before.mirostat_mu, after.mirostat_mu) == (None, 5.0)
     assert after.answer is not None
     assert bytes(after.answer.tolist()).decode() == TEXT[:5]
     assert after.prompt == before.prompt

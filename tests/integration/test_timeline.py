@@ -190,7 +190,7 @@ def test_a_stream_whose_client_disconnects_says_so_as_the_log_does(
     assert eventually(lambda: _choice(server, name)["timeline"].get("finish"))
     choice = _choice(server, name)
     assert choice["timeline"]["abort_reason"] == "disconnected"
-    assert choice["ended"] == "ended with 'abort': its client disconnected"
+    assert choice["ended"] == "disconnected: its client disconnected"
     found = run_command(capfd, "why", name, "--engine", server.config["engine"])
     assert (found.code, choice["ended"] in found.out) == (0, True), found
     assert eventually(lambda: [line for line in server.err if name in line])
@@ -205,7 +205,7 @@ def test_an_abort_by_id_says_so(server: GatewayProcess) -> None:
             lambda: call(server, "POST", ABORT, "root", json=ids).json()["aborted"] == ["named"]
         )
         assert reply.result().json()["choices"][0]["finish_reason"] == "abort"
-    assert _choice(server, "named")["ended"] == "ended with 'abort': it was aborted by its id"
+    assert _choice(server, "named")["ended"] == "aborted: it was aborted by its id"
 
 
 def _choice(server: GatewayProcess, name: str) -> Any:

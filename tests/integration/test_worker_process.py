@@ -273,7 +273,7 @@ def test_a_worker_without_the_configured_nixl_names_the_package_to_install(start
         pytest.skip("nixl-cu12 is installed")
     failed = start(tiny_llama, kv_mover="nixl").receive(START_S)
     assert isinstance(failed, WorkerFailed)
-    assert "pip install 'tidegate[nixl]'" in failed.message
+    assert "[nixl]" in failed.message
 
 
 def test_a_small_cache_reduces_the_longest_request(start, tiny_llama):

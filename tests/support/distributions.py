@@ -3,6 +3,7 @@ sampler's filters. Also the reference for DRY."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -13,17 +14,21 @@ USUAL_FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def filtered_distribution(
-    logits: list[float], params: SamplingParams, *, xtc_u: float = 0.0
+    logits: list[float], params: SamplingParams, *, xtc_u: float = 0.0, mu: float | None = None
 ) -> dict[int, float]:
     """Return token -> probability after all filters, for one row, by the definition of each
     parameter.
 
     xtc_u   the random number by which XTC applies or not; 0: if it can apply, it does
+    mu      largest surprise of the token, with Mirostat; None: that of the first token
     """
+    size = len(logits)
     kept = {token: x for token, x in enumerate(logits) if x > -math.inf}
     order = filter_order(params)
     for name in USUAL_FILTERS if order is None else order:
         kept = _filtered(name, kept, params, xtc_u)
+    if params.mirostat:
+        kept = limited(kept, params.mirostat, 2 * params.mirostat_tau if mu is None else mu, size)
     shares = probabilities(kept)
     return {token: shares[token] for token in sorted(shares)}
 
@@ -65,6 +70,27 @@ def _filtered(
         num_top = sum(shares[token] >= params.xtc_threshold for token in best)
         best = best[max(num_top - 1, 0) :]
     return {token: logits[token] for token in best}
+
+
+def limited(logits: dict[int, float], version: int, mu: float, size: int) -> dict[int, float]:
+    """Return token -> logit for the tokens that Mirostat keeps, in a vocabulary of `size`."""
+    shares = probabilities(logits)
+    best = sorted(logits, key=lambda token: -logits[token])
+    if version == 2:
+        kept = [token for token in best if -math.log2(shares[token] or 1e-300) <= mu]
+    else:
+        kept = best[: _zipf_count([shares[token] for token in best[:100]], mu, size)]
+    return {token: logits[token] for token in kept or best[:1]}
+
+
+def _zipf_count(shares: list[float], mu: float, size: int) -> int:
+    """Return how many tokens version 1 of Mirostat keeps, from the largest shares in descending
+    order."""
+    steps = [math.log((i + 2) / (i + 1)) for i in range(len(shares) - 1)]
+    falls = [math.log(one / two) for one, two in itertools.pairwise(shares)]
+    exponent = sum(a * b for a, b in zip(steps, falls, strict=True)) / sum(a * a for a in steps)
+    excess = exponent - 1
+    return max(int((excess * 2**mu / (1 - size**-excess)) ** (1 / exponent)), 1)
 
 
 def _temperature(params: SamplingParams, entropy: float, count: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from protocol.engine.sampling import SamplingParams
+from protocol.engine.sampling import SamplingParams, first_mu
 from protocol.wire.arrays import Int32, UInt8
 from protocol.worker.steps import NO_ADAPTER, NO_CHECKPOINT, SlotInit, SlotRelease, StepPlan
 
@@ -26,6 +26,7 @@ def slot_init(
     adapter: int = NO_ADAPTER,
     adapter_generation: int = 0,
     checkpoint: int = NO_CHECKPOINT,
+    mirostat_mu: float | None = None,
 ) -> SlotInit:
     return SlotInit(
         slot=slot,
@@ -40,6 +41,7 @@ def slot_init(
         adapter=adapter,
         adapter_generation=adapter_generation,
         checkpoint=checkpoint,
+        mirostat_mu=first_mu(params) if mirostat_mu is None else mirostat_mu,
     )
 
 

@@ -65,7 +65,17 @@ KINDS: list[tuple[SamplingParams, Body | None]] = [
     (SamplingParams(temperature=0.0, allowed_token_ids=list(range(2, 97, 5))), None),
     (SamplingParams(bad_words=[[i] for i in range(0, 97, 4)] + [[1, 3], [5] * 4]), None),
     (SamplingParams(temperature=0.0, bad_words=[[i, j] for i in range(9) for j in range(9)]), None),
-    (SamplingParams(temperature=0.8, logprobs=1, logprob_token_ids=[60, 4, 33]), None),
+    (
+        SamplingParams(
+            temperature=1.5,
+            logprobs=1,
+            logprob_token_ids=[60, 4, 33],
+            mirostat=2,
+            mirostat_tau=2.5,
+            mirostat_eta=0.7,
+        ),
+        None,
+    ),
     (SamplingParams(temperature=0.0, logprob_token_ids=[96], min_tokens=4, ignore_eos=True), None),
     (SamplingParams(temperature=1.2, top_k=9, logprobs=4, logprobs_of="sampling"), None),
     (

@@ -666,6 +666,7 @@ def _output(talk: _Talk) -> Output:
         stop_token=stop_token,
         usage=_usage(talk),
         error=error,
+        mirostat_mu=float(talk.num_generated) if params.mirostat and finish is None else None,
         kv_handle=handle_of(talk.message) if finish == "length" and talk.message.kv_readers else "",
     )
 

@@ -309,7 +309,7 @@ def test_a_batch_is_cancelled_by_any_process_and_ended_by_its_own(
     assert database.move(batch, BatchEvent.ALL_DONE, NOW + 3) is None
     assert database.move(batch, BatchEvent.PUBLISHED, NOW + 4) is BatchStatus.CANCELLED
     assert state(database).has_output
-    with pytest.raises(CannotCancel, match="a batch that is cancelled cannot handle cancel"):
+    with pytest.raises(CannotCancel, match="a batch that is cancelled cannot be cancelled"):
         database.cancel_batch("batch_1", OWNER, NOW + 5)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,7 +154,7 @@ def test_the_largest_recommended_model_that_fits_comes_first(memory_gb: int) -> 
 
 @pytest.mark.parametrize(
     ("free_gb", "names"),
-    [(1, ""), (3, "qwen3-1.7b (1.8 GB) or qwen3.5-0.8b (563 MB)"), (10, "qwen3-8b (5.0 GB) or")],
+    [(1, ""), (3, "qwen3-1.7b (1.8 GB{}) or qwen3.5-0.8b (563 MB{})"), (10, "qwen3-8b (5.0 GB{}")],
 )
 def test_a_start_with_the_default_model_names_two_better_ones_that_fit(
     free_gb: int, names: str, capfd: pytest.CaptureFixture[str]
@@ -170,9 +172,15 @@ def test_a_start_with_the_default_model_names_two_better_ones_that_fit(
         work_bytes=1,
         free_bytes=free_gb * 10**9,
     )
-    log_larger(plan, Terminal())
-    out = capfd.readouterr().out
-    assert f"tidegate serve {names}" in out if names else out == ""
+    for read_bytes_per_s in (0.0, 1e10):
+        facts = MemoryFacts(device="cpu", free_bytes=0, read_bytes_per_s=read_bytes_per_s)
+        log_larger(plan, Terminal(), partial(lambda facts: facts, facts))
+        out = capfd.readouterr().out
+        speeds = re.findall(r", at most ([\d.,]+) tokens/s", out)
+        shown = [f", at most {speed} tokens/s" for speed in speeds] or ["", ""]
+        assert f"tidegate serve {names.format(*shown)}" in out if names else out == ""
+        assert ("upper estimates" in out) == bool(speeds) == bool(names and read_bytes_per_s)
+        assert len(speeds) in (0, 2)
 
 
 def test_clients_see_the_recommended_models_of_the_hub_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -96,6 +97,18 @@ def test_an_answer_that_cannot_be_continued_is_refused(fields: dict, why: str) -
     assert refused.error.code == InvalidRequest.code
     assert (refused.error.param or "").startswith("answer")
     assert why in refused.error.message
+
+
+def test_an_answer_with_mirostat_needs_its_state_to_be_continued() -> None:
+    for mu in (None, math.nan):
+        refused = Bench().refusal(PROMPT, answer=[5], mirostat_mu=mu, mirostat=2)
+        assert (refused.error.code, refused.error.param) == (InvalidRequest.code, "mirostat_mu")
+    bench = Bench()
+    bench.add(PROMPT, mirostat=2, mirostat_tau=3.0)
+    bench.add(PROMPT, mirostat=1, answer=[5], mirostat_mu=1.25)
+    bench.add(PROMPT, answer=[5])
+    bench.run()
+    assert [init.mirostat_mu for plan in bench.plans for init in plan.bind] == [6.0, 1.25, 0.0]
 
 
 def test_an_answer_is_not_continued_from_another_engines_kv() -> None:

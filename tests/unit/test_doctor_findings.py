@@ -85,7 +85,7 @@ def test_a_complete_machine_has_no_findings() -> None:
             findings.libraries({"worker": {"torch": None, "numpy": "2.4"}})[0],
             Verdict.BAD,
             "not installed: torch",
-            "tidegate[worker]",
+            "[worker]",
         ),
         (findings.processor(machine(cpu_flags=["avx2"])), Verdict.DOUBT, "avx2", "bfloat16"),
         (findings.processor(machine(cpu_flags=[], cpu="")), Verdict.DOUBT, "unknown", "slow"),
@@ -195,7 +195,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_doubt() -> None:
         Verdict.DOUBT,
         "no triton; no FlashAttention library",
     )
-    assert "tidegate[cuda]" in libraries.remedy
+    assert "[cuda]" in libraries.remedy
 
 
 def test_a_triton_without_a_c_compiler_is_a_doubt() -> None:
@@ -252,7 +252,8 @@ def install(site: Path, name: str, files: Mapping[str, str]) -> None:
 def site(tmp_path: Path) -> Path:
     """Return a folder of installed packages that contains a small Tidegate."""
     site = tmp_path / "site"
-    files = ("protocol/process/__init__.py", "protocol/process/packages.py", "tidegate.py")
+    modules = ("__init__", "packages", "installation")
+    files = (*(f"protocol/process/{module}.py" for module in modules), "tidegate.py")
     own = {name: (HOME / name).read_text() for name in files}
     install(site, "tidegate-0.1.0", FILES | own)
     return site

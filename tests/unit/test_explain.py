@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from gateway.generation.group import ABORT_REASONS
+from gateway.generation.record import ENDS, End
 from protocol.engine.timeline import (
     AbortReason,
     ClientTimes,
@@ -287,9 +288,10 @@ def test_how_a_request_ended_is_said_in_words() -> None:
 def test_each_reason_of_an_abort_has_words_of_its_own() -> None:
     said = [ended(a_timeline(finish="abort", abort_reason=why)) for why in get_args(AbortReason)]
     assert len(set(said)) == len(get_args(AbortReason))
-    assert all(text.startswith("ended with 'abort': ") for text in said)
+    assert {text.partition(": ")[0] for text in said} <= {*get_args(End)}
 
 
 def test_an_abort_has_the_word_of_the_gateways_log() -> None:
     for finish, reason in ABORT_REASONS.items():
-        assert str(finish) in ended(a_timeline(finish="abort", abort_reason=reason))
+        text = ended(a_timeline(finish="abort", abort_reason=reason))
+        assert text.startswith(f"{ENDS[str(finish)]}: ")

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from protocol.config.engine import EngineConfig
+from protocol.config.worker import WorkerConfig
 from protocol.process.process_state import PROC, program_name, read_command_line
 from tests.support.processes import ROOT
+from tools.processes.serve_commands import engine_command
 
 TITLED = """
 import sys
@@ -59,3 +62,14 @@ def test_a_title_that_is_longer_than_the_interpreter_cuts_the_last_argument() ->
     titled = TitledProcess(role, "y" * 100)
     assert titled.arguments[0] == f"tidegate: {role}"
     assert titled.arguments[-1] == "y" * (100 - len("tidegate: "))
+
+
+def test_an_engine_shows_its_name_and_its_role() -> None:
+    for name, role, title in [
+        ("engine", "both", "engine"),
+        ("engine 2", "both", "engine 2"),
+        ("engine 2", "decode", "engine 2 (decode)"),
+        ("engine qwen3", "prefill", "engine qwen3 (prefill)"),
+    ]:
+        config = EngineConfig(worker=WorkerConfig(model="m"), role=role)
+        assert [*engine_command(name, config, lock=3).arguments][-2:] == ["--title", title]

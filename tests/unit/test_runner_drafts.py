@@ -43,6 +43,10 @@ SPECS = [
     SamplingParams(temperature=1.5, typical_p=0.4, logprobs=4, logprobs_of="sampling"),
     SamplingParams(temperature=1.3, xtc_probability=0.5, xtc_threshold=0.02, top_n_sigma=1.5),
     SamplingParams(temperature=1.0, dynatemp_range=0.8, samplers=["min_p", "temperature"]),
+    SamplingParams(temperature=1.3, mirostat=1, mirostat_tau=2.5, mirostat_eta=0.7),
+    SamplingParams(
+        temperature=0.9, mirostat=2, mirostat_tau=2.0, logprobs=4, logprobs_of="sampling"
+    ),
     SamplingParams(
         temperature=0.7, dry_multiplier=2.0, dry_allowed_length=1, dry_breakers=[DryBreaker([5])]
     ),

@@ -72,6 +72,9 @@ def test_samplers_of_llama_cpp_are_sent_to_the_engine() -> None:
         "dynatemp_exponent": 2.0,
         "xtc_probability": 0.5,
         "xtc_threshold": 0.2,
+        "mirostat": 2,
+        "mirostat_tau": 3.0,
+        "mirostat_eta": 0.25,
         "dry_multiplier": 0.5,
         "dry_base": 2.0,
         "dry_allowed_length": 3,
@@ -284,13 +287,12 @@ def test_contradicting_limits_name_the_field() -> None:
 
 def test_an_unsupported_field_is_refused_unless_its_value_is_neutral() -> None:
     check_chat(chat_body(response_format={"type": "text"}, tool_choice="auto", tools=[]))
-    check_chat(chat_body(modalities=["text"], functions=[], best_of=2, n=2, mirostat=0))
+    check_chat(chat_body(modalities=["text"], functions=[], best_of=2, n=2))
     check_chat(chat_body(thinking_token_budget=100, thinking={"type": "enabled"}))
     for field, value in {
         "functions": [{"name": "f"}],
         "modalities": ["text", "audio"],
         "best_of": 3,
-        "mirostat": 2,
     }.items():
         with pytest.raises(InvalidRequest, match="not supported") as caught:
             check_chat(chat_body(**{field: value}))

@@ -77,6 +77,9 @@ FULL = SamplingParams(
     dynatemp_exponent=2.0,
     xtc_probability=0.5,
     xtc_threshold=0.125,
+    mirostat=2,
+    mirostat_tau=4.0,
+    mirostat_eta=0.5,
     dry_multiplier=0.5,
     dry_base=1.5,
     dry_allowed_length=4,
@@ -98,6 +101,7 @@ def test_binding_writes_every_field_of_the_row():
         params=FULL,
         adapter=6,
         adapter_generation=4,
+        mirostat_mu=3.5,
     )
     table.bind(init)
     table.flush()
@@ -113,7 +117,7 @@ def test_binding_writes_every_field_of_the_row():
         "top_p": 1.0,
         "min_p": 0.0,
         "top_k": 0,
-        "filter_order": 0x134,
+        "filter_order": 0x1,  # Mirostat replaces the other filters
         "chain_temperature": 0.5,
         "chain_top_p": 0.25,
         "chain_min_p": 0.125,
@@ -124,6 +128,10 @@ def test_binding_writes_every_field_of_the_row():
         "dynatemp_exponent": 2.0,
         "xtc_probability": 0.5,
         "xtc_threshold": 0.125,
+        "mirostat": 2,
+        "mirostat_tau": 4.0,
+        "mirostat_eta": 0.5,
+        "mirostat_mu": 3.5,
         "dry_multiplier": 0.5,
         "dry_base": 1.5,
         "dry_allowed": 4,

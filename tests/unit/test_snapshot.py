@@ -176,8 +176,8 @@ STORED = {
     "PrefixCache": "_draft_computed _hash_of",
     "Rate": "per_s seconds",
     "Request": "account account_usage adapter images arrived_at blocks checkpoints client deadline "
-    "drafting encode grammar hashes kept_checkpoint labels matcher max_total_tokens namespace "
-    "num_accepted "
+    "drafting encode grammar hashes kept_checkpoint labels matcher max_total_tokens mirostat_mu "
+    "namespace num_accepted "
     "num_cached num_charged num_computed num_draft_computed num_drafts num_fetched "
     "num_in_flight num_pending num_preemptions num_passed num_passed_sent num_published "
     "num_scheduled num_shared_columns number order params phase priority_credit "

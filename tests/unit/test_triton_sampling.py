@@ -6,6 +6,7 @@ Blocks are small, so that a row has several of them and its last one is not full
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from tests.support.mistaken_kernels import mistaken_copy
 from tests.support.row_masses import bounds_and_masses
 from tests.support.sampled_rows import RowRequest, bind_rows
 from tests.support.triton_code import interpreted, recorded_launches
+from worker.sampling.base import Sampling
 from worker.sampling.exact_probs import exact_exp
 from worker.sampling.row_split import RowSplit
 from worker.sampling.sampler import TokenChoice, sample
+from worker.sampling.torch_sampling import TorchSampling
 from worker.sampling.verify import NO_DRAFT, verify
 
 triton_sampling: Any = interpreted("worker.sampling.triton_sampling")
@@ -247,6 +250,35 @@ def assert_same_verdict(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_drafts_are_verified_as_on_the_host(seed: int) -> None:
     assert_same_verdict(seed)
+
+
+def test_the_limit_of_mirostat_follows_drafts_as_on_the_host() -> None:
+    """Three drafts are right, and one is wrong."""
+    params = SamplingParams(mirostat=2, mirostat_tau=2.0, mirostat_eta=0.9)
+    requests = [
+        RowRequest(params, tokens=[1, 4, 5, 6], seed=1),
+        RowRequest(GREEDY),
+        RowRequest(params, tokens=[1, 4], seed=2),
+    ]
+    logits = logits_of(7, 97)
+    logits[[0, 1, 5], [4, 5, 4]] = 30.0
+    logits[2, 6] = float("-inf")
+    drafts = np.array([4, 5, 6, NO_DRAFT, NO_DRAFT, 4, NO_DRAFT])
+
+    def outcome(sampling: Sampling) -> tuple[list[int], list[int], list[float], list[float]]:
+        slots, rows = bind_rows(requests)
+        places = rows.subset(np.repeat([0, 1, 2], [4, 1, 2]))
+        known = torch.tensor([1, 2, 3, 4, 1, 1, 2])
+        sampled = replace(places, host_known=known, known=known)
+        result = sampling.sample(logits.clone(), slots, sampled, drafts=drafts).without_wrong()
+        assert result.mu is not None
+        assert result.counts is not None
+        own = slots["mirostat_mu"][rows.slots]
+        return result.tokens.tolist(), result.counts.tolist(), result.mu.tolist(), own.tolist()
+
+    found = outcome(triton_sampling.TritonSampling(BLOCK))
+    assert found == outcome(TorchSampling())
+    assert (found[1], found[2]) == ([3, 1, 2], found[3])
 
 
 # ---- mistakes

@@ -93,6 +93,10 @@ def test_code_is_not_wrapped_and_items_are_indented() -> None:
     code = "```\nfor number in range(1000): print(number)\n```\n"
     assert markdown(code) == code
     assert markdown("- one two three four five") == "• one two three four\n  five"
+    assert markdown("1. one two three four five") == "1. one two three\n   four five"
+    assert markdown("  10)  one two three four") == "  10)  one two three\n       four"
+    assert markdown("1.5 is one and a half, 7") == "1.5 is one and a\nhalf, 7"
+    assert markdown("2024. ", "Then it was. It was") == "2024. Then it was.\n      It was"
     assert markdown("> one two three four five") == "│ one two three four\n│ five"
     text = "some **words that are strong** here"
     assert markdown(text) == markdown(*text) == "some words that are\nstrong here"

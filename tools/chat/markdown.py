@@ -56,12 +56,15 @@ _BLOCK = re.compile(
     r"(?P<fence>`{3,}|~{3,})[^`\n]*\Z"
     r"|(?P<heading>\#{1,6})[ ]"
     r"|(?P<item>[-*+])[ ]"
+    r"|(?P<number>\d{1,9}[.)])[ ]+"
     r"|(?P<quote>>)[ ]?"
     r")",
     re.VERBOSE,
 )
 _RULE = re.compile(r" {0,3}(-{3,}|\*{3,}|_{3,}) *")
-_MAY_BE_BLOCK = re.compile(r" *(#{0,6}|[-*_]*[ ]*|\+|>|`{0,2}|~{0,2}|(`{3,}|~{3,})[^`]*)")
+_MAY_BE_BLOCK = re.compile(
+    r" *(#{0,6}|[-*_]*[ ]*|\+|>|\d{1,9}([.)][ ]*)?|`{0,2}|~{0,2}|(`{3,}|~{3,})[^`]*)"
+)
 """The start of a line that is not known to be a block or an ordinary line yet."""
 _FENCE_START = re.compile(r" *(`*|~*) *")
 """The start of a line in fenced code that may be the end of the code."""
@@ -151,6 +154,9 @@ class MarkdownPrinter:
             self._look = FAINT.on
             self._wrapper.indent(f"{indent}│ ")
             return f"{indent}{FAINT.on}│ ", rest
+        if found["number"]:
+            self._wrapper.indent(" " * found.end())
+            return found[0], rest
         self._wrapper.indent(f"{indent}  ")
         return f"{indent}• ", rest
 

@@ -22,6 +22,7 @@ from protocol.config.gateway import GatewayConfig
 from protocol.config.worker import WorkerConfig
 from protocol.engine.model_card import ModelCard
 from protocol.process import devices
+from protocol.process.installation import reinstall_command
 from protocol.process.packages import check_rooms
 from protocol.tools.start_facts import MachineFacts
 from protocol.wire.sockets import MAX_IPC_PATH, run_directory
@@ -119,8 +120,7 @@ def _worker(model: str | None, *, has_gateway: bool) -> Iterator[Finding]:
     path, finding = _find_model(model)
     facts = _machine_facts()
     if isinstance(facts, str):
-        remedy = "pip install --force-reinstall 'tidegate[worker]'"
-        yield Finding("worker", facts, Verdict.BAD, remedy)
+        yield Finding("worker", facts, Verdict.BAD, reinstall_command())
         return
     yield findings.processor(facts)
     yield findings.threads(facts)

@@ -106,6 +106,12 @@ def _bad_model(message: str) -> Failure:
     return Failure(message, exit_code=ExitCode.BAD_MODEL)
 
 
+SPEEDS = """
+speeds are upper estimates: how often a second this machine can read the weights of a token; with
+long prompts, or on busy cores, a model is slower
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the models in the cache as JSON")
 
@@ -132,6 +138,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"{entry.name}\n  {entry.description}")
         print(f"  {entry.licence}; {format_size(entry.file_bytes)}")
     facts = memory_facts(home() / "measurements")
+    if facts is not None and facts.read_bytes_per_s:
+        print(SPEEDS)
     for hub_entry in HUB_MODELS.values():
         print("\n  ".join([hub_entry.name, *hub_lines(hub_entry, facts)]))
     return 0

@@ -388,7 +388,7 @@ def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Termin
             trials.add(model, card.tokenizer)
     log_limits(plans, terminal)
     if plans and model == str(cached_file(CATALOGUE[DEFAULT], home())):
-        log_larger(plans[0], terminal)
+        log_larger(plans[0], terminal, lambda: memory_facts(home() / "measurements"))
     log_sampling(card, gateway.hosted[0].default_sampling, terminal)
     return checked
 

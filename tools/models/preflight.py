@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +22,7 @@ from protocol.process.exit_codes import ExitCode
 from protocol.tools.start_facts import MemoryFacts, ModelPlan, Preflight
 from tools.doctor_findings import describe_states
 from tools.failure import Failure
-from tools.models.catalogue import recommended_for
+from tools.models.catalogue import HubEntry, recommended_for
 from tools.models.fetch import format_size
 from tools.processes.child_environment import child_environment
 from tools.processes.children import last_error_line, module_command, run_module
@@ -189,12 +189,30 @@ def memory_facts(measurements: Path) -> MemoryFacts | None:
     return None if done.code else msgspec.json.decode(done.output, type=MemoryFacts)
 
 
-def log_larger(plan: ModelPlan, terminal: Terminal) -> None:
-    """Log up to two larger models that fit into the memory of a server with the default model."""
+def log_larger(
+    plan: ModelPlan, terminal: Terminal, measure: Callable[[], MemoryFacts | None]
+) -> None:
+    """Log up to two larger models that fit into the memory of a server with the default model.
+
+    measure   returns the facts about the memory, from which the speed of the models is estimated
+    """
     larger = recommended_for(plan.free_bytes)[:2]
-    if larger:
-        names = " or ".join(f"{each.name} ({format_size(each.weight_bytes)})" for each in larger)
-        terminal.log(f"better models fit this machine: tidegate serve {names}; see tidegate models")
+    if not larger:
+        return
+    facts = measure()
+    speed = facts.read_bytes_per_s if facts else 0.0
+    names = " or ".join(_offer(each, speed) for each in larger)
+    estimate = "speeds are upper estimates, from the memory's bandwidth; " if speed else ""
+    terminal.log(
+        f"better models fit this machine: tidegate serve {names}; {estimate}see tidegate models"
+    )
+
+
+def _offer(entry: HubEntry, read_bytes_per_s: float) -> str:
+    facts = [format_size(entry.weight_bytes)]
+    if read_bytes_per_s:
+        facts.append(f"at most {entry.max_tokens_per_s(read_bytes_per_s):,.2g} tokens/s")
+    return f"{entry.name} ({', '.join(facts)})"
 
 
 def with_recommended(card: ModelCard, worker: WorkerConfig) -> ModelCard:

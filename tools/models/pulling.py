@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocol.process.exit_codes import ExitCode
+from protocol.process.installation import install_command
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, HUB_MODELS, catalogue_digest
 from tools.models.download import OnProgress, no_progress
@@ -17,8 +18,6 @@ from tools.models.names import HubName, UrlName, parse_hub_name, parse_url
 from tools.models.preflight import check_config
 from tools.models.records import PulledModel, read_record
 from tools.paths import user_path
-
-NOT_INSTALLED = "huggingface_hub is not installed; try: pip install 'tidegate[hub]'"
 
 
 def parse_name(text: str) -> HubName | UrlName | None:
@@ -87,7 +86,7 @@ def _puller(
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("huggingface_hub", "httpx2"):
             raise
-        raise Failure(NOT_INSTALLED) from None
+        raise Failure(f"huggingface_hub is not installed; try: {install_command('hub')}") from None
     if isinstance(name, UrlName):
         return lambda: pull_url(name, home, print_line, check_config)
     hub = HubDownloads(

@@ -41,8 +41,10 @@ from tools.processes import run_lock
 START_ONE = "start one: tidegate serve"
 DEFAULT_PORT = GatewayConfig().port
 CONNECT_TIMEOUT_S = 3.0
-OUR_PROGRAMS = ("engine_core", "worker", f"{TITLE_PREFIX}engine", f"{TITLE_PREFIX}worker")
-"""Names of engines and workers, before and after they have set their titles, without a number."""
+OUR_PROGRAMS = ("engine_core", "worker")
+"""Names of engines and workers before they have set their titles."""
+OUR_TITLES = (f"{TITLE_PREFIX}engine", f"{TITLE_PREFIX}worker")
+"""Start of their titles: an engine's number, model and role may follow."""
 INIT = 1
 """Pid of the process that adopts processes whose parent is gone."""
 
@@ -126,7 +128,7 @@ def discover(base: Path, proc: Path = PROC) -> Found:
     orphans = (
         each
         for each in running.values()
-        if each.parent == INIT and each.name.rstrip("0123456789 ") in OUR_PROGRAMS
+        if each.parent == INIT and (each.name in OUR_PROGRAMS or each.name.startswith(OUR_TITLES))
     )
     strays = [each for each in orphans if each.pid not in known]
     return Found(run_directories, strays, devices.holders_by_device(devices.directory(base)))

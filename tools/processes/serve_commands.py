@@ -53,9 +53,10 @@ def gateway_command(plan: ServePlan, lock: int) -> Command:
 
 def engine_command(name: str, engine: EngineConfig, lock: int, *, group: str = "") -> Command:
     config = msgspec.json.encode(engine).decode()
+    title = name if engine.role == "both" else f"{name} ({engine.role})"
     return Command(
         name,
-        module_command("engine_core", "--config", config),
+        module_command("engine_core", "--config", config, "--title", title),
         group=group,
         address=engine.address,
         keeps_open=[lock],

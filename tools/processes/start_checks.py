@@ -15,6 +15,7 @@ import msgspec
 from protocol.config.base import PathKind
 from protocol.config.gateway import NO_STORE
 from protocol.process.exit_codes import ExitCode
+from protocol.process.installation import install_command
 from protocol.wire.cluster_key import read_cluster_key
 from tools.failure import Failure
 from tools.flags import flags_of
@@ -31,7 +32,7 @@ def check_installation(libraries: Iterable[str]) -> None:
     for library in libraries:
         extra = EXTRAS[library]
         if importlib.util.find_spec(library) is None:
-            raise Failure(f"{library} is not installed; try: pip install 'tidegate[{extra}]'")
+            raise Failure(f"{library} is not installed; try: {install_command(extra)}")
 
 
 def check_key(path: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from protocol.wire.arrays import Int32
 from protocol.worker.steps import StepResult
-from worker.device.logprob_columns import LogprobColumns, int32
+from worker.device.logprob_columns import LogprobColumns, float32, int32
 from worker.device.readback import Readback
 
 
@@ -26,6 +26,7 @@ class SampledTokens:
     counts   [P] int64, tokens of each row; None: one each
     starts   [P] index of each row's first token. `tokens` and `logprobs` then also contain the
              tokens that were sampled after a wrong draft. None: they contain no others
+    mu       [P] float32 `StepResult.mirostat_mu`; None: no row uses Mirostat
     """
 
     tokens: Tensor
@@ -33,6 +34,7 @@ class SampledTokens:
     counts: Tensor | None
     logprobs: LogprobColumns | None
     starts: NDArray[np.int64] | None = None
+    mu: Tensor | None = None
 
     def map_tensors(self, copy: Callable[[Tensor], Tensor]) -> SampledTokens:
         """Return a copy in which `copy` is applied to each tensor."""
@@ -42,6 +44,7 @@ class SampledTokens:
             None if self.counts is None else copy(self.counts),
             None if self.logprobs is None else self.logprobs.map_tensors(copy),
             self.starts,
+            None if self.mu is None else copy(self.mu),
         )
 
     def without_wrong(self) -> SampledTokens:
@@ -57,6 +60,7 @@ class SampledTokens:
             self.finite,
             self.counts,
             None if self.logprobs is None else self.logprobs.at(places),
+            mu=self.mu,
         )
 
 
@@ -118,6 +122,7 @@ class PendingStep:
             sampled = sampled.without_wrong()
         counts = None if sampled is None else sampled.counts
         logprobs = None if sampled is None else sampled.logprobs
+        mu = None if sampled is None else sampled.mu
         return StepResult(
             step=self.step,
             tokens=Int32(b"") if sampled is None else int32(sampled.tokens.numpy()),
@@ -125,6 +130,7 @@ class PendingStep:
             counts=None if counts is None else int32(counts.numpy()),
             logprobs=None if logprobs is None else logprobs.to_message(),
             prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs.to_message(),
+            mirostat_mu=None if mu is None else float32(mu.numpy()),
             proposed=None if self.proposed is None else int32(self.proposed.numpy()),
             compute_s=computed_s,
         )

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+from protocol.process.installation import reinstall_command
 from worker.kernels.instruction_sets import INSTRUCTION_SETS, InstructionSet
 
 log = logging.getLogger(__name__)
@@ -49,16 +50,15 @@ def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL, Path]:
         library = ctypes.CDLL(str(path))
         library.kernels_version.restype = ctypes.c_int64
         if library.kernels_version() != VERSION:
-            raise NoKernels(
-                f"{path} was compiled from another version; reinstall (pip install -e .)"
-            )
+            raise NoKernels(f"{path} was compiled from another version; try: {reinstall_command()}")
         library.set_runtime(_runtime())
         if name != names[0]:
             log.warning(
                 "using kernels for %s, because none are compiled for %s, which this processor can "
-                "run; reinstall here (pip install -e .), with a compiler that supports it",
+                "run; with a compiler that supports it, try: %s",
                 name,
                 names[0],
+                reinstall_command(),
             )
         return name, library, path
     raise NoKernels(

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from protocol.process.installation import install_command
 from worker.checkpoint.safetensors_files import (
     DTYPE_BYTES,
     SafetensorsFiles,
@@ -80,7 +81,7 @@ def transformers_header(
     if find_spec("transformers") is None:
         raise UnusableModel(
             f"{architecture.name} is computed by transformers, which is not installed",
-            remedy="pip install 'tidegate[transformers]'",
+            remedy=install_command("transformers"),
         )
     from worker.models import hf, hf_own_cache  # torch and transformers take seconds
 

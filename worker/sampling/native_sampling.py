@@ -2,8 +2,8 @@
 
 A token is the one that `TorchSampling` chooses, for every row. The kernels apply the bias, the
 penalties and the ban of early ends to the few tokens that these concern, and take them back. Stages
-that they lack (grammar masks, allowed tokens, bad words, DRY, chains of filters) are computed with
-torch; then the kernels draw from the result.
+that they lack (grammar masks, allowed tokens, bad words, DRY, chains of filters, Mirostat) are
+computed with torch; then the kernels draw from the result.
 
 Legend: S sampled places, V vocabulary.
 """
@@ -23,9 +23,10 @@ from worker.kernels.addresses import address
 from worker.kernels.native import NativeKernels
 from worker.sampling.bans import RowMasks
 from worker.sampling.logits import process_logits
-from worker.sampling.logprobs import Scores, sampled_logprobs, score, scores_drawn
+from worker.sampling.logprobs import Scores, score, scores_drawn
+from worker.sampling.mirostat import limit_surprise
 from worker.sampling.sampler import TokenChoice
-from worker.sampling.torch_sampling import verified
+from worker.sampling.torch_sampling import finished
 from worker.slots import features
 from worker.slots.table import SlotTable
 
@@ -76,12 +77,9 @@ class NativeSampling:
             or scores_drawn(slots, sampled)
         )
         processed = process_logits(logits, slots, sampled, masks) if is_processed else logits
+        limits = limit_surprise(processed, slots, sampled)
         choice = self.choose(processed, slots, sampled, changes=not is_processed)
-        if drafts is not None:
-            return verified(logits, processed, choice, slots, sampled, drafts)
-        slots.append_tokens(sampled.slots, sampled.known, choice.tokens)
-        logprobs = sampled_logprobs(logits, processed, choice.tokens, slots, sampled)
-        return SampledTokens(choice.tokens, choice.finite, None, logprobs)
+        return finished(logits, processed, choice, slots, sampled, drafts, limits)
 
     def choose(
         self, logits: Tensor, slots: SlotTable, sampled: Sampled, *, changes: bool

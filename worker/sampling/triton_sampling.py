@@ -2,8 +2,8 @@
 
 The kernels read the slots' fields on the device. The host uses its copies of them only to leave out
 launches that no row of the step needs. The number of launches does not depend on the number of
-rows: a greedy step has three, and any other at most 20. Steps with DRY or a chain of filters also
-launch what torch needs for these (logits.py).
+rows: a greedy step has three, and any other at most 20. Steps with DRY, a chain of filters
+or Mirostat also launch what torch needs for these (logits.py).
 
 Legend: S sampled places, P rows that sample, V vocabulary.
 """
@@ -24,6 +24,7 @@ from worker.device.staging import upload
 from worker.sampling.bans import RowMasks
 from worker.sampling.logits import TORCH_ONLY, apply_torch_stages, needed_stages
 from worker.sampling.logprobs import Scores
+from worker.sampling.mirostat import limit_surprise
 from worker.sampling.row_split import EXACT, WARPS, DrawnRows, RowSplit
 from worker.sampling.sampler import TokenChoice
 from worker.sampling.triton import logit_stages
@@ -60,15 +61,23 @@ class TritonSampling:
         sampled after a wrong draft, so that the device need not be waited for."""
         split = RowSplit.of(logits, self._block)
         processed = process_logits(logits, slots, sampled, masks, split)
+        limits = limit_surprise(processed, slots, sampled)
         drawn = choose(processed, slots, sampled, split, append=drafts is None)
         logprobs = sampled_logprobs(logits, processed, drawn, slots, sampled, split)
         choice = drawn.choice
+        mu = None
         if drafts is None:
-            return SampledTokens(choice.tokens, choice.finite, None, logprobs)
+            if limits is not None:
+                mu = limits.advance(processed, choice.tokens, slots, sampled)
+            return SampledTokens(choice.tokens, choice.finite, None, logprobs, mu=mu)
         ends = np.flatnonzero(drafts == NO_DRAFT) + 1
         starts = np.concatenate(([0], ends[:-1]))
         counts, finite = verify(choice, slots, sampled, (drafts, starts, ends))
-        return SampledTokens(choice.tokens, finite, counts, logprobs, starts)
+        if limits is not None:
+            (first,) = upload([starts], slots.device)
+            last = (starts, first + counts - 1)
+            mu = limits.advance(processed, choice.tokens, slots, sampled, last)
+        return SampledTokens(choice.tokens, finite, counts, logprobs, starts, mu)
 
     def score(self, logits: Tensor, tokens: Tensor, num_top: int) -> Scores:
         """Return the scores of tokens [N]. `asked` has no columns."""

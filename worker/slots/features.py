@@ -6,7 +6,7 @@ rows. A feature that no row of the step uses is skipped without examining any ro
 
 from __future__ import annotations
 
-from protocol.engine.sampling import filter_order, listed_only
+from protocol.engine.sampling import filter_order, listed_only, uses_mirostat
 from protocol.worker.steps import SlotInit
 
 DRAW = 1 << 0
@@ -20,7 +20,8 @@ LOGPROBS = 1 << 7
 PROMPT_LOGPROBS = 1 << 8
 FILTERS = 1 << 9
 DRY = 1 << 10
-ALL = (1 << 11) - 1
+MIROSTAT = 1 << 11
+ALL = (1 << 12) - 1
 
 
 def features_of(init: SlotInit) -> int:
@@ -38,5 +39,6 @@ def features_of(init: SlotInit) -> int:
         PROMPT_LOGPROBS: params.prompt_logprobs is not None,
         FILTERS: filter_order(params),
         DRY: params.dry_multiplier != 0 and params.dry_penalty_last_n != 0,
+        MIROSTAT: uses_mirostat(params),
     }
     return sum(bit for bit, is_used in used.items() if is_used)

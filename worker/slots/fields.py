@@ -27,6 +27,7 @@ from protocol.engine.sampling import (
     SamplingParams,
     filter_order,
     listed_only,
+    uses_mirostat,
 )
 from protocol.worker.steps import MAX_HEAD_LAG, NULL_BLOCK, SlotInit
 from worker.device.staging import integers
@@ -51,6 +52,8 @@ COMPUTED = (
 """Values of `SlotField.written_by`: sampling writes the field, the plan does, or the model does."""
 STATE = "state"
 """Name of the field with the recurrent state."""
+MU = "mirostat_mu"
+"""Name of the field with the state of Mirostat."""
 HIDDEN = "hidden"
 """Name of the field with the hidden states that the model's own head may still need."""
 
@@ -138,6 +141,7 @@ def _numbers() -> tuple[SlotField, ...]:
         _parameter("frequency_penalty"),
         _parameter("presence_penalty"),
         _parameter("repetition_penalty"),
+        *_mirostat(),
         *_dry(),
         _scalar("seed", torch.int64, lambda init: init.seed),
         _scalar("features", torch.int32, features_of, host=True),
@@ -202,6 +206,27 @@ def _filter(name: str, init: SlotInit) -> float:
     """Return the value of a filter's parameter. An absent `top_k` may be -1 or 0; here it is 0."""
     value: float = getattr(init.params, name)
     return max(value, 0)
+
+
+def _mirostat() -> tuple[SlotField, ...]:
+    """Return the fields of Mirostat. mirostat_mu, the largest surprise of the next token, is the
+    only one that changes: it depends on each token of the answer."""
+    return (
+        _scalar("mirostat", torch.int32, _mirostat_version, host=True),
+        _parameter("mirostat_tau"),
+        _parameter("mirostat_eta"),
+        SlotField(
+            name=MU,
+            dtype=torch.float32,
+            rest=RestPolicy.FILL,
+            init=lambda init: init.mirostat_mu,
+            written_by=("SurpriseLimits.advance",),
+        ),
+    )
+
+
+def _mirostat_version(init: SlotInit) -> int:
+    return init.params.mirostat if uses_mirostat(init.params) else 0
 
 
 def _dry() -> tuple[SlotField, ...]:

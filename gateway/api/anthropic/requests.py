@@ -15,10 +15,14 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from gateway.api.openai.item_schemas import (
+    CALLED_NAME_SCHEMA,
     PARAMETERS_SCHEMA,
+    STRICT_SCHEMA,
     TEXT_SCHEMA,
+    TOOL_ABOUT_SCHEMA,
     TOOL_NAME_SCHEMA,
     JsonSchemaDict,
+    member,
     object_schema,
 )
 from gateway.api.openai.requests import (
@@ -39,6 +43,7 @@ from protocol.engine.sampling import MaxTokens
 # ---- JSON Schemas of values that `conversation` and `translate` check, for the OpenAPI document
 
 _FLAG: JsonSchemaDict = {"type": "boolean"}
+_TURN = "The text of the message, or a list of its blocks."
 
 
 def _block(
@@ -48,38 +53,64 @@ def _block(
     return object_schema(["type", *members], type={"const": kind}, **members, **(optional or {}))
 
 
-def _content(*blocks: JsonSchemaDict) -> JsonSchemaDict:
-    return {"anyOf": [TEXT_SCHEMA, {"type": "array", "items": {"anyOf": list(blocks)}}]}
+def _content(about: str, *blocks: JsonSchemaDict) -> JsonSchemaDict:
+    """Return the schema of a text or a list of blocks."""
+    lists = {"type": "array", "items": {"anyOf": list(blocks)}}
+    return {"anyOf": [TEXT_SCHEMA, lists], "description": about}
 
 
 def _turn(role: str, *blocks: JsonSchemaDict) -> JsonSchemaDict:
-    return object_schema(["role", "content"], role={"const": role}, content=_content(*blocks))
+    content = _content(_TURN, *blocks)
+    return object_schema(["role", "content"], role={"const": role}, content=content)
 
 
-_TEXT_BLOCK = _block("text", text=TEXT_SCHEMA)
+_TEXT_BLOCK = _block("text", text=member("The text of this block."))
 _SOURCE = {
-    "anyOf": [_block("text", data=TEXT_SCHEMA), _block("content", content=_content(_TEXT_BLOCK))]
+    "description": "The text of the document, or its blocks.",
+    "anyOf": [
+        _block("text", data=member("The text of the document.")),
+        _block(
+            "content", content=_content("The text of the document, or its blocks.", _TEXT_BLOCK)
+        ),
+    ],
 }
 _READABLE = (
     _TEXT_BLOCK,
     _block("document", source=_SOURCE),
     _block(
         "search_result",
-        title=TEXT_SCHEMA,
-        source=TEXT_SCHEMA,
-        content={"type": "array", "items": _TEXT_BLOCK},
+        title=member("Title of the page or file that was found."),
+        source=member("Address of the page, or name of the file."),
+        content=member("What was found.", {"type": "array", "items": _TEXT_BLOCK}),
     ),
 )
-_IN_RESULT = (*_READABLE, _block("tool_reference", tool_name=TEXT_SCHEMA))
+_REFERENCE = member("Name of a tool that was declared with `defer_loading`.")
+_IN_RESULT = (*_READABLE, _block("tool_reference", tool_name=_REFERENCE))
 _TOOL_RESULT = _block(
-    "tool_result", {"content": _content(*_IN_RESULT), "is_error": _FLAG}, tool_use_id=TEXT_SCHEMA
+    "tool_result",
+    {
+        "content": _content("What the tool returned: a text, or a list of blocks.", *_IN_RESULT),
+        "is_error": member("Whether the tool failed. Default: false.", _FLAG),
+    },
+    tool_use_id=member("Id of the call that this block answers."),
 )
+_SIGNATURE = member("The signature of the block, as the response had it.")
 _FROM_ASSISTANT = (
     _TEXT_BLOCK,
-    _block("thinking", {"signature": TEXT_SCHEMA}, thinking=TEXT_SCHEMA),
-    _block("redacted_thinking", data=TEXT_SCHEMA),
-    _block("tool_use", id=TEXT_SCHEMA, name=TEXT_SCHEMA, input={"type": "object"}),
+    _block(
+        "thinking",
+        {"signature": _SIGNATURE},
+        thinking=member("What the model thought, or an empty text if the signature holds it."),
+    ),
+    _block("redacted_thinking", data=member("Thinking that another server encrypted; not read.")),
+    _block(
+        "tool_use",
+        id=member("Id of the call, which the block with its result repeats."),
+        name=CALLED_NAME_SCHEMA,
+        input=member("The arguments of the call.", {"type": "object"}),
+    ),
 )
+_CHANGED = member("The tool that changes.", _block("tool_reference", name=_REFERENCE))
 _MESSAGE = {
     "title": "AnthropicMessage",
     "anyOf": [
@@ -88,35 +119,54 @@ _MESSAGE = {
         _turn(
             "system",
             _TEXT_BLOCK,
-            _block("tool_addition", tool=_block("tool_reference", name=TEXT_SCHEMA)),
-            _block("tool_removal", tool=_block("tool_reference", name=TEXT_SCHEMA)),
+            _block("tool_addition", tool=_CHANGED),
+            _block("tool_removal", tool=_CHANGED),
         ),
     ],
 }
 _TOOL = {"title": "AnthropicTool"} | object_schema(
     ["name", "input_schema"],
-    type={"anyOf": [{"const": "custom"}, {"type": "null"}]},
+    type=member(
+        "Tools of Anthropic's servers have other types, and are left out.",
+        {"anyOf": [{"const": "custom"}, {"type": "null"}]},
+    ),
     name=TOOL_NAME_SCHEMA,
-    description=TEXT_SCHEMA,
+    description=TOOL_ABOUT_SCHEMA,
     input_schema=PARAMETERS_SCHEMA,
-    strict={"type": ["boolean", "null"]},
-    defer_loading={"type": ["boolean", "null"]},
+    strict=STRICT_SCHEMA,
+    defer_loading=member(
+        "Whether the tool is left out of the prompt until a message refers to it. Default: false.",
+        {"type": ["boolean", "null"]},
+    ),
 )
 _TOOL_CHOICE = object_schema(
     ["type"],
-    type={"enum": ["auto", "any", "tool", "none"]},
-    name=TEXT_SCHEMA,
-    disable_parallel_tool_use=_FLAG,
+    type=member(
+        "Whether the model decides, must call any tool, must call the named one, or calls none.",
+        {"enum": ["auto", "any", "tool", "none"]},
+    ),
+    name=member("Name of the tool to call, with the type tool."),
+    disable_parallel_tool_use=member(
+        "Whether the answer may have at most one call. Default: false.", _FLAG
+    ),
 )
 _THINKING = object_schema(
     ["type"],
-    type={"enum": ["enabled", "disabled", "adaptive"]},
-    budget_tokens={"type": "integer", "minimum": 0},
-    display={"enum": ["summarized", "omitted", "updates"]},
+    type=member(
+        "Whether the model thinks before it answers.",
+        {"enum": ["enabled", "disabled", "adaptive"]},
+    ),
+    budget_tokens=member("Most tokens of the thinking.", {"type": "integer", "minimum": 0}),
+    display=member(
+        "With omitted, thinking blocks have no text. Otherwise they have all of it.",
+        {"enum": ["summarized", "omitted", "updates"]},
+    ),
 )
 
+_SYSTEM = {"anyOf": _content(_TURN, _TEXT_BLOCK)["anyOf"]}
+
 Message = Annotated[Any, Meta(extra_json_schema=_MESSAGE)]
-System = Annotated[Any, Meta(extra_json_schema=_content(_TEXT_BLOCK))]
+System = Annotated[Any, Meta(extra_json_schema=_SYSTEM)]
 Tool = Annotated[Any, Meta(extra_json_schema=_TOOL)]
 ToolChoice = Annotated[Any, Meta(extra_json_schema=_TOOL_CHOICE)]
 Thinking = Annotated[Any, Meta(extra_json_schema=_THINKING)]

@@ -7,7 +7,6 @@ import time
 
 import msgspec
 from flask import Response, request
-from werkzeug.exceptions import NotFound
 
 from gateway.api.batches.file_routes import (
     file_store,
@@ -18,6 +17,7 @@ from gateway.api.batches.requests import BatchCreateBody
 from gateway.api.batches.responses import BatchList, BatchObject, batch_list, batch_object
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
+from gateway.http.errors import NoSuchId
 from gateway.http.query import whole_number
 from gateway.http.route import INFERENCE, Parameter, Routes, json_response
 from gateway.service import Service
@@ -113,7 +113,7 @@ def cancel(service: Service, context: RequestContext, batch_id: str) -> Response
         with refuse_if_full():
             file_store(service).call(lambda db: db.cancel_batch(batch_id, owner, now))
     except CannotCancel as error:
-        raise InvalidRequest(f"{batch_id[:128]}: {error}") from None
+        raise InvalidRequest.at("batch_id", str(error)) from None
     _wake(service)
     return json_response(batch_object(_batch(service, context, batch_id)))
 
@@ -122,7 +122,7 @@ def _batch(service: Service, context: RequestContext, batch_id: str) -> StoredBa
     owner = context.caller.owner
     batch = file_store(service).call(lambda db: db.get_batch(batch_id, owner))
     if batch is None:
-        raise NotFound(f"no batch {batch_id[:128]!r} is stored")
+        raise NoSuchId.of("batch_id", "the id of a stored batch", batch_id)
     return batch
 
 

@@ -11,13 +11,14 @@ from functools import partial
 from typing import TypeVar
 
 from flask import Response, request
-from werkzeug.exceptions import NotFound, RequestEntityTooLarge
+from werkzeug.exceptions import RequestEntityTooLarge
 
 from gateway.api.batches.requests import FileUpload, file_expiry_s
 from gateway.api.batches.responses import FileDeleted, FileList, FileObject, file_list, file_object
 from gateway.api.batches.uploads import read_upload
 from gateway.api.openai.responses import ErrorAnswer
 from gateway.context import RequestContext
+from gateway.http.errors import NoSuchId
 from gateway.http.query import choice, whole_number
 from gateway.http.route import Parameter, Routes, json_response
 from gateway.service import Service
@@ -204,7 +205,7 @@ def delete(service: Service, context: RequestContext, file_id: str) -> Response:
             "file_id", f"the batch {error.batch} reads this file; cancel it first"
         ) from None
     if not was_there:
-        raise NotFound(f"no file {file_id[:128]!r} is stored")
+        raise NoSuchId.of("file_id", "the id of a stored file", file_id)
     return json_response(FileDeleted(file_id, "file", deleted=True))
 
 
@@ -220,7 +221,7 @@ def refuse_if_full() -> Iterator[None]:
 
 def file_store(service: Service) -> Store[BatchDatabase]:
     if service.files is None:
-        raise NotFound("this server stores no files (see --file-store)")
+        raise NoSuchId("this server stores no files (see --file-store)")
     return service.files
 
 
@@ -228,7 +229,7 @@ def _file(service: Service, context: RequestContext, file_id: str) -> StoredFile
     owner, now = context.caller.owner, time.time()
     file = file_store(service).call(lambda database: database.get_file(file_id, owner, now))
     if file is None:
-        raise NotFound(f"no file {file_id[:128]!r} is stored")
+        raise NoSuchId.of("file_id", "the id of a stored file", file_id)
     return file
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.api.openai.item_schemas import TEXT_SCHEMA, object_schema
+from gateway.api.openai.item_schemas import TEXT_SCHEMA, member, object_schema
 from gateway.api.openai.requests import GenerationBody, Priority, Timeout
 from gateway.http.text_fields import Label, Name, PromptText
 from protocol.engine.sampling import MAX_TOKENS
@@ -27,7 +27,9 @@ _INPUT = {
         {"type": "array", "items": _IDS, "minItems": 1},
     ]
 }
-_DOCUMENT = {"anyOf": [TEXT_SCHEMA, object_schema(["text"], text=TEXT_SCHEMA)]}
+_DOCUMENT = {
+    "anyOf": [TEXT_SCHEMA, object_schema(["text"], text=member("The text of the document."))]
+}
 _TEXTS = {"anyOf": [TEXT_SCHEMA, {"type": "array", "items": TEXT_SCHEMA, "minItems": 1}]}
 
 Input = Annotated[Any, Meta(extra_json_schema=_INPUT)]

@@ -34,6 +34,9 @@ from protocol.engine.sampling import (
     DynatempExponent,
     DynatempRange,
     MinP,
+    Mirostat,
+    MirostatEta,
+    MirostatTau,
     RepetitionPenalty,
     Seed,
     Temperature,
@@ -51,6 +54,7 @@ _COPIED = (
     *("model", "stream", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos"),
     *("frequency_penalty", "presence_penalty", "grammar", "json_schema", "strict_params"),
     *("typical_p", "top_n_sigma", "dynatemp_range", "dynatemp_exponent", "xtc_probability"),
+    *("mirostat", "mirostat_tau", "mirostat_eta"),
     *("xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     "dry_sequence_breakers",
     *("cache_salt", "priority", "timeout_s", "queue_timeout_s"),
@@ -109,6 +113,9 @@ class InfillBody(msgspec.Struct, frozen=True, kw_only=True):
     top_n_sigma: TopNSigma | None = None
     dynatemp_range: DynatempRange | None = None
     dynatemp_exponent: DynatempExponent | None = None
+    mirostat: Mirostat | None = None
+    mirostat_tau: MirostatTau | None = None
+    mirostat_eta: MirostatEta | None = None
     xtc_probability: XtcProbability | None = None
     xtc_threshold: XtcThreshold | None = None
     dry_multiplier: DryMultiplier | None = None

@@ -21,7 +21,6 @@ from gateway.api.openai.requests import (
     SamplingFields,
     Stop,
     Timeout,
-    unsupported,
 )
 from gateway.http.text_fields import Name, PromptText
 from protocol.engine.sampling import (
@@ -87,7 +86,6 @@ class LlamaCompletionBody(SamplingFields, frozen=True, kw_only=True):
     return_tokens    whether to include the token ids of the answer. Default: false
     response_fields  return only these members. Example: ["content", "timings/prompt_n"]
     cache_prompt     without effect: every prompt is cached
-    mirostat         accepted only if it is 0
     """
 
     described_like: ClassVar = CompletionBody
@@ -105,7 +103,6 @@ class LlamaCompletionBody(SamplingFields, frozen=True, kw_only=True):
     post_sampling_probs: bool | None = None
     return_tokens: bool | None = None
     cache_prompt: bool | None = None
-    mirostat: Annotated[int, Meta(ge=0, le=2)] | None = None
     response_fields: (
         Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_RESPONSE_FIELDS)]
         | None
@@ -118,8 +115,6 @@ class LlamaCompletionBody(SamplingFields, frozen=True, kw_only=True):
 
     def completion(self) -> OpenEndedCompletion:
         """Return the same request as a completion. Its timings are always requested."""
-        if self.mirostat:
-            raise unsupported("mirostat", "use min_p or typical_p")
         fields = {name: getattr(self, name) for name in _COPIED}
         return OpenEndedCompletion(
             prompt=self.prompt if isinstance(self.prompt, str) else [*self.prompt],

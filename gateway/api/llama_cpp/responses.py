@@ -113,7 +113,6 @@ def settings_of(params: SamplingParams, max_len: int, stop: list[str]) -> dict[s
         "top_k": max(params.top_k, 0),
         "repeat_penalty": params.repetition_penalty,
         "n_probs": params.logprobs or 0,
-        "mirostat": 0,
         "stop": stop,
     }
 
@@ -121,6 +120,7 @@ def settings_of(params: SamplingParams, max_len: int, stop: list[str]) -> dict[s
 _SETTINGS = (
     *("temperature", "dynatemp_range", "dynatemp_exponent", "top_p", "min_p", "typical_p"),
     *("top_n_sigma", "xtc_probability", "xtc_threshold", "presence_penalty", "frequency_penalty"),
+    *("mirostat", "mirostat_tau", "mirostat_eta"),
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     *("ignore_eos", "samplers", "min_tokens"),
 )

@@ -13,10 +13,14 @@ from msgspec import Meta
 
 from gateway.api.encode.requests import Count, Texts
 from gateway.api.openai.item_schemas import (
+    CALLED_NAME_SCHEMA,
     PARAMETERS_SCHEMA,
+    REASONING_SCHEMA,
     TEXT_SCHEMA,
+    TOOL_ABOUT_SCHEMA,
     TOOL_NAME_SCHEMA,
     JsonSchemaDict,
+    member,
     object_schema,
 )
 from gateway.api.openai.requests import MAX_MESSAGES, MAX_TOOLS, GenerationBody, Stop
@@ -25,6 +29,9 @@ from protocol.engine.sampling import (
     MAX_TOKENS,
     AdditivePenalty,
     MinP,
+    Mirostat,
+    MirostatEta,
+    MirostatTau,
     NumLogprobs,
     RepetitionPenalty,
     Seed,
@@ -38,26 +45,39 @@ from protocol.engine.sampling import (
 # ---- JSON Schemas of values that `translate` checks, for the OpenAPI document
 
 _TEXT_OR_NULL: JsonSchemaDict = {"type": ["string", "null"]}
+_CALLED = object_schema(
+    ["name"],
+    name=CALLED_NAME_SCHEMA,
+    arguments=member("The arguments of the call.", {"type": "object"}),
+)
 _CALL = object_schema(
     ["function"],
-    id=_TEXT_OR_NULL,
-    function=object_schema(["name"], name=TEXT_SCHEMA, arguments={"type": "object"}),
+    id=member("Id of the call, which the message with its result may repeat.", _TEXT_OR_NULL),
+    function=member("The called function and its arguments.", _CALLED),
 )
 _MESSAGE = {"title": "OllamaMessage"} | object_schema(
     ["role"],
-    role={"enum": ["system", "user", "assistant", "tool"]},
-    content=_TEXT_OR_NULL,
-    thinking=_TEXT_OR_NULL,
-    images={"type": ["array", "null"], "items": TEXT_SCHEMA},
-    tool_calls={"type": ["array", "null"], "items": _CALL},
-    tool_name=_TEXT_OR_NULL,
-    tool_call_id=_TEXT_OR_NULL,
+    role=member("Who speaks.", {"enum": ["system", "user", "assistant", "tool"]}),
+    content=member("The text of the message, or what the tool returned.", _TEXT_OR_NULL),
+    thinking=REASONING_SCHEMA,
+    images=member(
+        "Pictures in base64, which stand before the text.",
+        {"type": ["array", "null"], "items": TEXT_SCHEMA},
+    ),
+    tool_calls=member(
+        "The tools that the model called in this answer.",
+        {"type": ["array", "null"], "items": _CALL},
+    ),
+    tool_name=member("Name of the tool whose result the message has.", _TEXT_OR_NULL),
+    tool_call_id=member("Id of the call that this message answers.", _TEXT_OR_NULL),
 )
 _FUNCTION = object_schema(
-    ["name"], name=TOOL_NAME_SCHEMA, description=TEXT_SCHEMA, parameters=PARAMETERS_SCHEMA
+    ["name"], name=TOOL_NAME_SCHEMA, description=TOOL_ABOUT_SCHEMA, parameters=PARAMETERS_SCHEMA
 )
 _TOOL = {"title": "OllamaTool"} | object_schema(
-    ["function"], type={"const": "function"}, function=_FUNCTION
+    ["function"],
+    type={"const": "function"},
+    function=member("A function, whose arguments are an object.", _FUNCTION),
 )
 _FORMAT: JsonSchemaDict = {"anyOf": [{"enum": ["", "json"]}, {"type": ["object", "null"]}]}
 
@@ -87,6 +107,9 @@ class OllamaOptions(msgspec.Struct, frozen=True, kw_only=True):
     top_p: TopP | None = None
     min_p: MinP | None = None
     typical_p: TypicalP | None = None
+    mirostat: Mirostat | None = None
+    mirostat_tau: MirostatTau | None = None
+    mirostat_eta: MirostatEta | None = None
     seed: Seed | None = None
     stop: Stop | None = None
     repeat_penalty: RepetitionPenalty | None = None

@@ -29,7 +29,7 @@ ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")
 _SAME = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop"),
-    *("presence_penalty", "frequency_penalty"),
+    *("presence_penalty", "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta"),
 )
 """Options that a chat has under the same name."""
 _PATHS = {

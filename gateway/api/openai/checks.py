@@ -32,7 +32,6 @@ _REFUSED = {
     "guided_whitespace_pattern": "JSON values are separated by at most 8 blanks",
     "grammar_lazy": "set `strict: true` on a tool to enforce its arguments",
     "grammar_triggers": "use the triggers of structural_tag",
-    "mirostat": "use min_p or typical_p",
 }
 """Unsupported field -> advice in the error."""
 _REPLACED = {

@@ -19,28 +19,69 @@ def object_schema(required: Sequence[str], **properties: JsonSchemaDict) -> Json
     return {"type": "object", "required": list(required), "properties": properties}
 
 
-TOOL_NAME_SCHEMA: JsonSchemaDict = {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
+def member(about: str, schema: JsonSchemaDict = TEXT_SCHEMA) -> JsonSchemaDict:
+    """Return the schema of a member with the sentence that the reference shows."""
+    return {**schema, "description": about}
+
+
+TOOL_NAME_SCHEMA = member(
+    "Name of the tool, which no other tool of the request has.",
+    {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
+)
+TOOL_ABOUT_SCHEMA = member("What the tool does, and when to call it: the model reads this.")
 PARAMETERS_SCHEMA: JsonSchemaDict = {
     "type": "object",
     "description": "A JSON Schema of type object.",
     "properties": {"type": {"const": "object"}},
 }
-_PART = object_schema(
-    ["type", "text"], type={"enum": ["text", "input_text", "output_text"]}, text=TEXT_SCHEMA
+STRICT_SCHEMA = member(
+    "Whether the arguments must match the schema. Default: false.", {"type": ["boolean", "null"]}
 )
-_CONTENT = {"anyOf": [TEXT_SCHEMA, {"type": "array", "items": _PART, "minItems": 1}]}
-_ARGUMENTS = {**TEXT_SCHEMA, "description": "The JSON text of an object."}
-_CALLED = object_schema(["name", "arguments"], name=TEXT_SCHEMA, arguments=_ARGUMENTS)
+ARGUMENTS_SCHEMA = member("The JSON text of an object.")
+CALL_ID_SCHEMA = member("Id of the call, which the message with its result repeats.")
+CALLED_NAME_SCHEMA = member("Name of the tool that the model has called.")
+REASONING_SCHEMA = member(
+    "What the model thought before it answered, as a response returned it.",
+    {"type": ["string", "null"]},
+)
+PART_TEXT_SCHEMA = member("The text of this part.")
+
+
+def part_schema(*kinds: str) -> JsonSchemaDict:
+    """Return the schema of a part of a text."""
+    kind = member("What the part is: a text, by any of these names.", {"enum": list(kinds)})
+    return object_schema(["type", "text"], type=kind, text=PART_TEXT_SCHEMA)
+
+
+def content_schema(about: str, part: JsonSchemaDict, *others: JsonSchemaDict) -> JsonSchemaDict:
+    """Return the schema of a text or a list of its parts, or of one of the other values."""
+    parts = {"type": "array", "items": part, "minItems": 1}
+    return {"anyOf": [TEXT_SCHEMA, parts, *others], "description": about}
+
+
+_PART = part_schema("text", "input_text", "output_text")
+_CONTENT = content_schema("The text of the message, or a list of its parts.", _PART)
+_CALLED = object_schema(["name", "arguments"], name=CALLED_NAME_SCHEMA, arguments=ARGUMENTS_SCHEMA)
 _CALL = {
     "anyOf": [
         object_schema(
-            ["id", "function"], id=TEXT_SCHEMA, type={"const": "function"}, function=_CALLED
+            ["id", "function"],
+            id=CALL_ID_SCHEMA,
+            type={"const": "function"},
+            function=member("The call of a function.", _CALLED),
         ),
         object_schema(
             ["id", "type", "custom"],
-            id=TEXT_SCHEMA,
+            id=CALL_ID_SCHEMA,
             type={"const": "custom"},
-            custom=object_schema(["name", "input"], name=TEXT_SCHEMA, input=TEXT_SCHEMA),
+            custom=member(
+                "The call of a tool whose input is a text.",
+                object_schema(
+                    ["name", "input"],
+                    name=CALLED_NAME_SCHEMA,
+                    input=member("The text that the model wrote for the tool."),
+                ),
+            ),
         ),
     ]
 }
@@ -49,48 +90,76 @@ _MESSAGE = {
     "anyOf": [
         object_schema(
             ["role", "content"],
-            role={"enum": ["system", "developer", "user"]},
+            role=member(
+                "Who speaks. A developer message is a system message.",
+                {"enum": ["system", "developer", "user"]},
+            ),
             content=_CONTENT,
-            name=TEXT_SCHEMA,
+            name=member("Name of the speaker, for templates that show it."),
         ),
         object_schema(
             ["role"],
             role={"const": "assistant"},
-            content={"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
-            reasoning={"type": ["string", "null"]},
-            tool_calls={"type": "array", "items": _CALL},
+            content=content_schema(
+                "The text of the answer, or a list of its parts. Null: it has tool calls only.",
+                _PART,
+                {"type": "null"},
+            ),
+            reasoning=REASONING_SCHEMA,
+            tool_calls=member(
+                "The tools that the model called in this answer.",
+                {"type": "array", "items": _CALL},
+            ),
         ),
         object_schema(
-            ["role", "content"], role={"const": "tool"}, content=_CONTENT, tool_call_id=TEXT_SCHEMA
+            ["role", "content"],
+            role={"const": "tool"},
+            content=content_schema("What the tool returned: a text, or a list of parts.", _PART),
+            tool_call_id=member("Id of the call that this message answers."),
         ),
     ],
 }
 _FUNCTION = object_schema(
     ["name"],
     name=TOOL_NAME_SCHEMA,
-    description=TEXT_SCHEMA,
+    description=TOOL_ABOUT_SCHEMA,
     parameters=PARAMETERS_SCHEMA,
-    strict={"type": ["boolean", "null"]},
+    strict=STRICT_SCHEMA,
 )
 GRAMMAR_SCHEMA = object_schema(
-    ["syntax", "definition"], syntax={"enum": ["lark", "regex"]}, definition=TEXT_SCHEMA
+    ["syntax", "definition"],
+    syntax=member("The language of the definition.", {"enum": ["lark", "regex"]}),
+    definition=member("The grammar, or the regular expression, that the text must match."),
 )
 _CUSTOM = object_schema(
     ["name"],
     name=TOOL_NAME_SCHEMA,
-    description=TEXT_SCHEMA,
+    description=TOOL_ABOUT_SCHEMA,
     format={
+        "description": "What the input of the tool may be. Default: any text.",
         "anyOf": [
             object_schema(["type"], type={"const": "text"}),
-            object_schema(["type", "grammar"], type={"const": "grammar"}, grammar=GRAMMAR_SCHEMA),
-        ]
+            object_schema(
+                ["type", "grammar"],
+                type={"const": "grammar"},
+                grammar=member("What the input must match.", GRAMMAR_SCHEMA),
+            ),
+        ],
     },
 )
 _TOOL = {
     "title": "Tool",
     "anyOf": [
-        object_schema(["type", "function"], type={"const": "function"}, function=_FUNCTION),
-        object_schema(["type", "custom"], type={"const": "custom"}, custom=_CUSTOM),
+        object_schema(
+            ["type", "function"],
+            type={"const": "function"},
+            function=member("A function, whose arguments are an object.", _FUNCTION),
+        ),
+        object_schema(
+            ["type", "custom"],
+            type={"const": "custom"},
+            custom=member("A tool whose input is a text.", _CUSTOM),
+        ),
     ],
 }
 Message = Annotated[Any, Meta(extra_json_schema=_MESSAGE)]

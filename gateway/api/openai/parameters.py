@@ -39,7 +39,7 @@ T = TypeVar("T")
 Body = ChatBody | BatchBody | CompletionBody
 AS_GIVEN = (
     *("typical_p", "top_n_sigma", "dynatemp_range", "dynatemp_exponent", "samplers"),
-    *("xtc_probability", "xtc_threshold"),
+    *("xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta"),
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
 )
 """Fields that a request has as SamplingParams has them, and that have no default of a model."""

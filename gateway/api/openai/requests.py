@@ -40,6 +40,9 @@ from protocol.engine.sampling import (
     MaxTokens,
     MinP,
     MinTokens,
+    Mirostat,
+    MirostatEta,
+    MirostatTau,
     NumLogprobs,
     RepetitionPenalty,
     Samplers,
@@ -134,6 +137,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
                         `xtc_threshold`, except the least likely of them. Default: 0, which is off
     xtc_threshold       the probability from which XTC excludes tokens; above 0.5 it excludes none.
                         Default: 0.1
+    mirostat            the version of Mirostat, 1 or 2, which keeps the mean surprise of tokens
+                        near `mirostat_tau`. It replaces all filters except the temperature.
+                        Default: 0, which is off
+    mirostat_tau        the surprise in bits that Mirostat aims at. Default: 5
+    mirostat_eta        how fast the limit of Mirostat follows the surprise of each token.
+                        Default: 0.1
     dry_multiplier      strength of DRY, which makes repetitions unlikely. A token that continues
                         one of n tokens loses `dry_multiplier` * `dry_base` ** (n -
                         `dry_allowed_length`). Default: 0, which is off
@@ -174,6 +183,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     dynatemp_exponent: DynatempExponent | None = None
     xtc_probability: XtcProbability | None = None
     xtc_threshold: XtcThreshold | None = None
+    mirostat: Mirostat | None = None
+    mirostat_tau: MirostatTau | None = None
+    mirostat_eta: MirostatEta | None = None
     dry_multiplier: DryMultiplier | None = None
     dry_base: DryBase | None = None
     dry_allowed_length: DryAllowedLength | None = None
@@ -246,7 +258,6 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     kv_transfer_params  for routers that compute prompt and answer on different engines:
                         do_remote_decode, or do_remote_prefill with a handle
     best_of             accepted only if it equals `n`
-    mirostat            accepted only if it is 0
     response_format     the form of the answer: text, json_object or json_schema.
                         Example: {"type": "json_object"}
     """
@@ -269,7 +280,6 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     user: Label | None = None
     kv_transfer_params: Object | None = None
     best_of: Any = None
-    mirostat: Any = None
     response_format: Any = None
 
     @property

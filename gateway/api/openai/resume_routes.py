@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from flask import Response
-from werkzeug.exceptions import NotFound
 
 from gateway.api.openai.responses import ErrorAnswer, error_body
 from gateway.context import RequestContext
@@ -21,7 +20,7 @@ from gateway.generation.group import ChoiceGroup
 from gateway.generation.job import Job
 from gateway.generation.sinks import Sink
 from gateway.http import sse
-from gateway.http.errors import HTTPFault
+from gateway.http.errors import HTTPFault, NoSuchId
 from gateway.http.route import Parameter, Routes, Stream
 from gateway.http.sse import LAST_EVENT_HEADER
 from gateway.service import Service
@@ -36,9 +35,11 @@ from gateway.store.resume import (
 )
 from gateway.store.runs import STREAM, DetachedRun, Persistence
 from protocol.wire.errors import InvalidRequest
+from protocol.wire.field_words import one_of
 
 RESUME_HEADER = "X-Resume"
 _ON = ("1", "true")
+_OFF = ("0", "false")
 _DIED = HTTPFault(
     503,
     "the server process that generated this stream ended before it was complete",
@@ -65,17 +66,16 @@ def read(service: Service, context: RequestContext, stream_id: str) -> Response:
     last_event = context.headers.get(LAST_EVENT_HEADER, "")
     if not last_event:
         return resume_stream(service, context, stream_id, after=-1)
-    event = read_event_id(last_event)
-    if event is None or event[0] != stream_id:
-        words = "the id of an event of this stream"
-        raise InvalidRequest.wrong(LAST_EVENT_HEADER, words, last_event)
+    event = _event_of(last_event)
+    if event[0] != stream_id:
+        raise _wrong_event(last_event, "this stream")
     return resume_stream(service, context, *event)
 
 
 def resume_stream(
     service: Service, context: RequestContext, stream_id: str, after: int
 ) -> Response:
-    """Stream the events after number `after`, including future ones. Raise NotFound if the
+    """Stream the events after number `after`, including future ones. Raise NoSuchId if the
     caller owns no such stream."""
     persistence, owner = service.persistence, context.caller.owner
     if (
@@ -85,7 +85,8 @@ def resume_stream(
             lambda database: database.page(stream_id, owner, after, time.time(), limit=1)
         )
     ):
-        raise NotFound(f"no stream {stream_id!r} is stored; it never existed or has expired")
+        known = "the id of a stored stream, which has not expired"
+        raise NoSuchId.of("stream_id", known, stream_id)
     tail = RunTail(persistence.store, stream_id, owner, after, persistence.window_s)
     response = service.runner.stream_from(context, tail)
     response.headers[RESUME_HEADER] = stream_id
@@ -93,8 +94,25 @@ def resume_stream(
 
 
 def is_requested(context: RequestContext) -> bool:
-    """Return whether the header X-Resume requests a resumable stream."""
-    return context.headers.get(RESUME_HEADER, "").strip().lower() in _ON
+    """Return whether the header X-Resume requests a resumable stream. Raise InvalidRequest if it
+    has another value than those of a switch."""
+    value = context.headers.get(RESUME_HEADER, "").strip()
+    if value.lower() not in (*_ON, *_OFF, ""):
+        raise InvalidRequest.wrong(RESUME_HEADER, one_of((*_ON, *_OFF)), value)
+    return value.lower() in _ON
+
+
+def _wrong_event(last_event: str, source: str) -> InvalidRequest:
+    return InvalidRequest.wrong(LAST_EVENT_HEADER, f"the id of an event of {source}", last_event)
+
+
+def _event_of(last_event: str) -> tuple[str, int]:
+    """Return the stream and the number of the event that the header Last-Event-ID names. Raise
+    InvalidRequest if it is no id of an event."""
+    event = read_event_id(last_event)
+    if event is None:
+        raise _wrong_event(last_event, "a stream of this server")
+    return event
 
 
 def start_resumable(
@@ -103,9 +121,9 @@ def start_resumable(
     """Start a resumable stream. If the request has Last-Event-ID, resume that stream instead.
     Raise InvalidRequest if the server stores no streams."""
     context, runner = job.context, service.runner
-    last_event = read_event_id(context.headers.get(LAST_EVENT_HEADER, ""))
-    if last_event is not None:
-        return resume_stream(service, context, *last_event)
+    last_event = context.headers.get(LAST_EVENT_HEADER, "")
+    if last_event:
+        return resume_stream(service, context, *_event_of(last_event))
     persistence = service.persistence
     if persistence is None:
         raise InvalidRequest.at(

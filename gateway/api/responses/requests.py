@@ -16,11 +16,17 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api.openai.item_schemas import (
+    ARGUMENTS_SCHEMA,
+    CALLED_NAME_SCHEMA,
     PARAMETERS_SCHEMA,
-    TEXT_SCHEMA,
+    STRICT_SCHEMA,
+    TOOL_ABOUT_SCHEMA,
     TOOL_NAME_SCHEMA,
     JsonSchemaDict,
+    content_schema,
+    member,
     object_schema,
+    part_schema,
 )
 from gateway.api.openai.requests import (
     MAX_MESSAGES,
@@ -45,55 +51,64 @@ from protocol.wire.errors import InvalidRequest
 # an error.
 
 _NULLABLE: JsonSchemaDict = {"type": ["string", "null"]}
+_ID = member("Id of the item, as a response had it.", _NULLABLE)
 
 
 def _item(kind: str, required: Sequence[str], **properties: JsonSchemaDict) -> JsonSchemaDict:
-    return object_schema(["type", *required], type={"const": kind}, id=_NULLABLE, **properties)
+    return object_schema(["type", *required], type={"const": kind}, id=_ID, **properties)
 
 
-def _part(*kinds: str) -> JsonSchemaDict:
-    return object_schema(["type", "text"], type={"enum": list(kinds)}, text=TEXT_SCHEMA)
-
-
-_CONTENT = {
-    "anyOf": [
-        TEXT_SCHEMA,
-        {"type": "array", "items": _part("input_text", "output_text", "text"), "minItems": 1},
-    ]
-}
+_PART = part_schema("input_text", "output_text", "text")
 _INPUT_ITEM = {
     "title": "InputItem",
     "anyOf": [
         object_schema(
             ["role", "content"],
             type={"const": "message"},
-            role={"enum": ["user", "assistant", "system", "developer"]},
-            content=_CONTENT,
+            role=member(
+                "Who speaks. A developer message is a system message.",
+                {"enum": ["user", "assistant", "system", "developer"]},
+            ),
+            content=content_schema("The text of the message, or a list of its parts.", _PART),
         ),
         _item(
             "function_call",
             ["call_id", "name", "arguments"],
-            call_id=TEXT_SCHEMA,
-            name=TEXT_SCHEMA,
-            arguments={**TEXT_SCHEMA, "description": "The JSON text of an object."},
+            call_id=member("Id of the call, which the item with its result repeats."),
+            name=CALLED_NAME_SCHEMA,
+            arguments=ARGUMENTS_SCHEMA,
         ),
-        _item("function_call_output", ["call_id", "output"], call_id=TEXT_SCHEMA, output=_CONTENT),
+        _item(
+            "function_call_output",
+            ["call_id", "output"],
+            call_id=member("Id of the call that this item answers."),
+            output=content_schema("What the function returned: a text, or a list of parts.", _PART),
+        ),
         _item(
             "reasoning",
             [],
-            content={"type": ["array", "null"], "items": _part("reasoning_text")},
-            encrypted_content=_NULLABLE,
+            content=member(
+                "What the model thought before it answered, as a list of parts.",
+                {"type": ["array", "null"], "items": part_schema("reasoning_text")},
+            ),
+            encrypted_content=member(
+                "The thinking in the form that the response had it.", _NULLABLE
+            ),
         ),
-        object_schema(["type", "id"], type={"const": "item_reference"}, id=TEXT_SCHEMA),
+        object_schema(
+            ["type", "id"],
+            type={"const": "item_reference"},
+            id=member("Id of a stored item that stands here."),
+        ),
     ],
 }
 _FUNCTION_TOOL = {"title": "FunctionTool"} | object_schema(
     ["type", "name"],
     type={"const": "function"},
     name=TOOL_NAME_SCHEMA,
-    description=_NULLABLE,
+    description=TOOL_ABOUT_SCHEMA | _NULLABLE,
     parameters=PARAMETERS_SCHEMA | {"type": ["object", "null"]},
-    strict={"type": ["boolean", "null"]},
+    strict=STRICT_SCHEMA,
 )
 
 InputItem = Annotated[Any, Meta(extra_json_schema=_INPUT_ITEM)]

@@ -16,7 +16,6 @@ from functools import partial
 import gevent
 import msgspec
 from flask import Response, request
-from werkzeug.exceptions import NotFound
 
 from gateway.api.openai.field_paths import ignored_fields
 from gateway.api.openai.responses import ErrorAnswer
@@ -44,6 +43,7 @@ from gateway.api.responses.translate import Rendered, rendered
 from gateway.context import RequestContext
 from gateway.generation.group import ChoiceGroup
 from gateway.generation.job import Job, RequestOptions
+from gateway.http.errors import NoSuchId
 from gateway.http.query import choice, whole_number
 from gateway.http.route import Parameter, Routes, Stream, json_response
 from gateway.served_model import ServedModel
@@ -356,14 +356,17 @@ def _stored(
 ) -> tuple[Persistence, StoredRecord]:
     persistence = service.persistence
     if persistence is None:
-        raise NotFound("this server stores no responses (see --response-store)")
+        raise NoSuchId(
+            "response_id: this server stores no responses (see --response-store)",
+            param="response_id",
+        )
     return persistence, _get(persistence, response_id, context.caller.owner)
 
 
 def _get(persistence: Persistence, response_id: str, owner: str) -> StoredRecord:
     record = persistence.store.call(lambda database: database.get(response_id, owner, time.time()))
     if record is None:
-        raise NotFound(f"no response {response_id!r} is stored")
+        raise NoSuchId.of("response_id", "the id of a stored response", response_id)
     return record
 
 

@@ -256,7 +256,7 @@ class LibraryRow {
     const facts = [
       model.download_bytes ? `${inUnits(model.download_bytes)} to download` : "",
       model.needed_bytes ? `about ${inUnits(model.needed_bytes)} of memory` : "",
-      model.max_tokens_per_s ? `at most ${inTokens(model.max_tokens_per_s)} tokens/s here` : "",
+      model.max_tokens_per_s ? `at most ${inTokens(model.max_tokens_per_s)} tokens/s here (an upper estimate)` : "",
       model.licence,
       model.is_gated ? "terms to accept on its page" : "",
     ];

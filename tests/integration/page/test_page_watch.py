@@ -179,7 +179,7 @@ def test_a_click_explains_a_request_and_follows_it_to_its_end(
         panel.get_by_text("because 3 other requests decoded with it").first.wait_for()
         assert panel.locator(".lane i.own-decode").count() > 0
         assert panel.locator(".lane i.stage-decode").count() == 1
-    panel.get_by_text("ended with 'abort': it was aborted by its id").first.wait_for()
+    panel.get_by_text("aborted: it was aborted by its id").first.wait_for()
     panel.locator("summary").click()
     assert panel.locator("tbody tr").count() > 2
     panel.get_by_role("button", name="Close the timeline").click()

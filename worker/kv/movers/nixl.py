@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from protocol.process.installation import install_command
 from protocol.worker.kv_peers import KVChunk, NixlOffer
 from worker.kv.movers.base import DamagedTransfer, PollHint, TransferLost
 from worker.kv.transfer.exports import Ids
@@ -162,5 +163,5 @@ def _library() -> ModuleType:
     except ImportError as error:
         raise NoNixl(
             f"kv_mover is nixl, but the library nixl-cu12 cannot be imported ({error}): "
-            "pip install 'tidegate[nixl]', or serve with --kv-mover auto"
+            f"{install_command('nixl')}, or serve with --kv-mover auto"
         ) from None
