@@ -50,7 +50,7 @@ GROUPS = (
         "memory",
         "max_slots kv_memory_gib gpu_memory kv_dtype",
         "kv_blocks block_tokens prefix_cache state_interval kv_host_gib kv_disk kv_disk_gib "
-        "kv_load_tokens image_cache_mib image_data_mib",
+        "kv_load_tokens",
     ),
     OptionGroup(
         "speed",

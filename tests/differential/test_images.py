@@ -44,7 +44,7 @@ def image_inputs(architecture: str, seed: int) -> Arrays:
 
 
 @dataclass
-class ImageModel:
+class TinyVision:
     """A tiny model, its directory, and an engine that serves it."""
 
     architecture: str
@@ -66,7 +66,7 @@ class ImageModel:
 
 
 @lru_cache
-def family(architecture: str, directory: Path) -> ImageModel:
+def family(architecture: str, directory: Path) -> TinyVision:
     model = random_wrapper(architecture, ARCHITECTURES[architecture])
     if hasattr(model.config, "image_grid_pinpoints"):
         model.config.image_grid_pinpoints = [[28, 56], [56, 28]]
@@ -75,7 +75,7 @@ def family(architecture: str, directory: Path) -> ImageModel:
     )
     rows = made.pooler_output
     num_rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in rows)
-    return ImageModel(architecture, model, write_wrapper(directory, model), num_rows)
+    return TinyVision(architecture, model, write_wrapper(directory, model), num_rows)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def one_process_assembles_several_workers(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture(params=ARCHITECTURES, scope="module")
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageModel:
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
     return family(request.param, tmp_path_factory.getbasetemp() / request.param)
 
 
@@ -93,7 +93,7 @@ def text(count: int, seed: int) -> list[int]:
     return [token for token in some_tokens(count, seed) if token != PLACEHOLDER]
 
 
-def prompt_with(tiny: ImageModel, *lengths: int) -> tuple[list[int], list[tuple[int, int]]]:
+def prompt_with(tiny: TinyVision, *lengths: int) -> tuple[list[int], list[tuple[int, int]]]:
     """Return a prompt with an image between each two texts of these lengths, and its runs."""
     prompt, runs = text(lengths[0], 1), []
     for number, length in enumerate(lengths[1:]):
@@ -102,7 +102,7 @@ def prompt_with(tiny: ImageModel, *lengths: int) -> tuple[list[int], list[tuple[
     return prompt, runs
 
 
-def attach(engine: ImageEngine, tiny: ImageModel, runs: Any, seeds: Any) -> list[Attachment]:
+def attach(engine: ImageEngine, tiny: TinyVision, runs: Any, seeds: Any) -> list[Attachment]:
     pairs = zip(runs, seeds, strict=True)
     return [engine.attach(tiny.tensors(seed), run) for run, seed in pairs]
 
@@ -120,7 +120,7 @@ other."""
 
 def ask(
     engine: ImageEngine,
-    tiny: ImageModel,
+    tiny: TinyVision,
     *lengths: int,
     first: int = 0,
     num_tokens: int = NUM_TOKENS,
@@ -132,7 +132,7 @@ def ask(
 
 
 def answer_of(
-    tiny: ImageModel, *lengths: int, first: int = 0, num_tokens: int = NUM_TOKENS
+    tiny: TinyVision, *lengths: int, first: int = 0, num_tokens: int = NUM_TOKENS
 ) -> list[tuple[int, float]]:
     """Return the answer of transformers' model."""
     prompt, runs = prompt_with(tiny, *lengths)
@@ -142,7 +142,7 @@ def answer_of(
 
 @pytest.mark.parametrize("budget", [4, 5, 6, 7, 512])
 def test_an_answer_is_that_of_transformers_wherever_chunks_end(
-    tiny: ImageModel, budget: int
+    tiny: TinyVision, budget: int
 ) -> None:
     """With these budgets, a chunk ends at each position of an image."""
     engine = ImageEngine(tiny.directory, token_budget=budget)
@@ -152,7 +152,7 @@ def test_an_answer_is_that_of_transformers_wherever_chunks_end(
         check(engine.logprobs(number), answer_of(tiny, *lengths))
 
 
-def test_texts_and_images_are_computed_in_one_batch(tiny: ImageModel) -> None:
+def test_texts_and_images_are_computed_in_one_batch(tiny: TinyVision) -> None:
     engine = ImageEngine(tiny.directory, token_budget=11)
     words = text(20, 9)
     asked = [ask(engine, tiny, *LENGTHS[2]), ask(engine, tiny, *LENGTHS[1], first=7)]
@@ -163,7 +163,7 @@ def test_texts_and_images_are_computed_in_one_batch(tiny: ImageModel) -> None:
     check(engine.logprobs(asked[1]), answer_of(tiny, *LENGTHS[1], first=7))
 
 
-def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: ImageModel) -> None:
+def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: TinyVision) -> None:
     engine = ImageEngine(tiny.directory, token_budget=9)
     fresh = ask(engine, tiny, *LENGTHS[2])
     engine.run()
@@ -181,7 +181,7 @@ def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: ImageMode
         check(answer, answer_of(tiny, *LENGTHS[2]))
 
 
-def test_a_preempted_request_continues_its_answer(tiny: ImageModel) -> None:
+def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
     """There are blocks for the prompts of two requests, but not for their answers."""
     num_blocks = -(-len(prompt_with(tiny, *LENGTHS[2])[0]) // 8)
     engine = ImageEngine(tiny.directory, kv_blocks=1 + 2 * num_blocks, max_len=8 * num_blocks + 8)
@@ -193,7 +193,7 @@ def test_a_preempted_request_continues_its_answer(tiny: ImageModel) -> None:
         check(engine.logprobs(number), expected)
 
 
-def test_equal_tokens_with_other_images_share_no_answer(tiny: ImageModel) -> None:
+def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> None:
     engine = ImageEngine(tiny.directory)
     for first in (0, 5):
         number = ask(engine, tiny, *LENGTHS[1], first=first)
@@ -201,7 +201,7 @@ def test_equal_tokens_with_other_images_share_no_answer(tiny: ImageModel) -> Non
         check(engine.logprobs(number), answer_of(tiny, *LENGTHS[1], first=first))
 
 
-def test_a_chat_encodes_each_of_its_images_once(tiny: ImageModel) -> None:
+def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
     """Ten turns with three images recompute less than a block for each turn."""
     engine = ImageEngine(tiny.directory)
     history: list[int] = []
@@ -223,7 +223,7 @@ def test_a_chat_encodes_each_of_its_images_once(tiny: ImageModel) -> None:
     assert engine.num_encoded == engine.engine.images.num_encoded == 3
 
 
-def test_an_image_that_does_not_fit_the_encoder_ends_its_request(tiny: ImageModel) -> None:
+def test_an_image_that_does_not_fit_the_encoder_ends_its_request(tiny: TinyVision) -> None:
     engine = ImageEngine(tiny.directory)
     (first, count) = prompt_with(tiny, 5, 6)[1][0]
     image = engine.attach(tiny.tensors(0), (first, count - 1))
