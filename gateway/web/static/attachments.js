@@ -11,11 +11,13 @@ export class Attachments {
    * model        returns the entry of GET /v1/models that the next message is sent to, or null
    * showProblem  shows an Error; null: there is none
    * onChange     is called when a file was added or removed
+   * keep         keeps the files that have been read, [{ name, text }], until they are sent
    */
-  constructor({ model, showProblem, onChange }) {
+  constructor({ model, showProblem, onChange, keep }) {
     this.model = model;
     this.showProblem = showProblem;
     this.onChange = onChange;
+    this.keep = keep;
     this.entries = [];
     this.chooser = h("input", {
       type: "file",
@@ -73,17 +75,27 @@ export class Attachments {
       this.showProblem(error);
       return;
     }
+    if (!this.entries.includes(entry)) return; // removed, or another conversation was opened
+    this.keepRead();
     await this.count(entry);
   }
 
   remove(entry) {
     this.entries = this.entries.filter((each) => each !== entry);
+    this.keepRead();
     this.draw();
   }
 
-  clear() {
-    this.entries = [];
+  keepRead() {
+    const read = this.entries.filter(({ text }) => text !== null);
+    this.keep(read.map(({ name, text }) => ({ name, text })));
+  }
+
+  /** Show the files that were kept for a conversation, [{ name, text }]. */
+  show(files) {
+    this.entries = files.map(({ name, text }) => ({ name, text, tokens: null, problem: "" }));
     this.draw();
+    this.recount();
   }
 
   /** Count the tokens of all files again, because another model was chosen, or the first one is known. */

@@ -12,7 +12,7 @@ import { Panels } from "./panels.js";
 import { PRESETS_CHANGED } from "./presets.js";
 import { chats } from "./session.js";
 import { SettingsPanel } from "./settings-panel.js";
-import { readDraft, writeDraft } from "./store.js";
+import { forgetDraft, readDraft, writeDraft, writeDraftFiles } from "./store.js";
 import { ThreadScroll } from "./thread-scroll.js";
 import { versionsOf } from "./versions.js";
 import { welcome } from "./welcome.js";
@@ -64,6 +64,7 @@ class ChatTab {
       model: () => this.modelEntry(),
       showProblem: (error) => this.showProblem(error),
       onChange: () => this.drawSendable(),
+      keep: (files) => writeDraftFiles(this.draftKey, files),
     });
     this.input = h("textarea", {
       rows: 1,
@@ -249,8 +250,7 @@ class ChatTab {
     const key = this.draftKey;
     const act = () => chats.send(this.conversation, text, this.files.ready());
     if (!this.tryTo(act)) return;
-    writeDraft(key, "");
-    this.files.clear();
+    forgetDraft(key);
     this.showDraft();
     this.scroll.toEnd();
   }
@@ -423,13 +423,15 @@ class ChatTab {
     this.drawSendable();
   }
 
-  /** Return the name of the text that is not sent yet. All new conversations share one. */
+  /** Return the name of the text and the files that are not sent yet. All new conversations share one. */
   get draftKey() {
     return chats.get(this.conversation.id) ? this.conversation.id : "";
   }
 
   showDraft() {
-    this.input.value = readDraft(this.draftKey);
+    const { text, files } = readDraft(this.draftKey);
+    this.input.value = text;
+    this.files.show(files);
     this.resize();
     this.drawSendable();
   }

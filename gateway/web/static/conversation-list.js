@@ -4,7 +4,7 @@ import { fill, h, icon, iconButton, saveFile } from "./dom.js";
 import { markedParts, patternsOf, search } from "./search.js";
 import { addPresets, presets } from "./presets.js";
 import { chats } from "./session.js";
-import { MAX_CONVERSATIONS, writeDraft } from "./store.js";
+import { MAX_CONVERSATIONS, forgetDraft } from "./store.js";
 import { exported, readExport } from "./transfer.js";
 
 const UNDO_MS = 8000;
@@ -214,7 +214,7 @@ export class ConversationList {
 
   remove(conversation) {
     chats.remove(conversation);
-    writeDraft(conversation.id, "");
+    forgetDraft(conversation.id);
     if (conversation === this.current) this.actions.create();
     const restore = h(
       "button",

@@ -10,7 +10,8 @@ export async function readText(file) {
     throw new Error(`${name} has ${megabytes(file.size)}; files may have ${megabytes(MAX_BYTES)}.`);
   const bytes = new Uint8Array(await file.arrayBuffer());
   const isPdf = new TextDecoder("latin1").decode(bytes.subarray(0, PDF.length)) === PDF;
-  if (isPdf) throw new Error(`${name} is a PDF. Only text files can be added: copy its text.`);
+  if (isPdf)
+    throw new Error(`${name} is a PDF. Only text files can be added: pdftotext "${name}" makes one.`);
   const text = decoded(bytes);
   if (text === null) throw new Error(`${name} is not a text file.`);
   if (!text.trim()) throw new Error(`${name} is empty.`);

@@ -5,6 +5,8 @@
 // the page is closed.
 
 const DRAFTS = "tidegate.drafts";
+const DRAFT_FILES = "tidegate.draft-files"; // apart from the texts, because they may not fit
+const draftFiles = new Map(); // id of a conversation -> its files, while the page is open
 const NAME = "tidegate";
 const STORE = "conversations";
 export const MAX_CONVERSATIONS = 1000;
@@ -75,27 +77,52 @@ export class ConversationStore {
   }
 }
 
-/** Return the text that was written in this browser tab for a conversation, but not sent. */
+/** Return what was prepared in this browser tab for a conversation, but not sent: its text, and its files
+ * as [{ name, text }]. */
 export function readDraft(id) {
-  return readDrafts()[id] ?? "";
+  return { text: readKept(DRAFTS)[id] ?? "", files: draftFiles.get(id) ?? readKept(DRAFT_FILES)[id] ?? [] };
 }
 
 /** Keep a text that is not sent yet for a reload of the page; "": forget it. */
 export function writeDraft(id, text) {
-  const drafts = readDrafts();
-  if (text) drafts[id] = text;
-  else delete drafts[id];
+  keep(DRAFTS, id, text || null);
+}
+
+/** Keep files that are not sent yet: for a reload, if the browser's storage has room for them. */
+export function writeDraftFiles(id, files) {
+  draftFiles.set(id, files);
+  keep(DRAFT_FILES, id, files.length ? files : null);
+}
+
+export function forgetDraft(id) {
+  writeDraft(id, "");
+  writeDraftFiles(id, []);
+}
+
+/** Keep a value under a name of this browser tab and an id; null: forget it. */
+function keep(name, id, value) {
+  const kept = readKept(name);
+  delete kept[id];
   try {
-    if (Object.keys(drafts).length) sessionStorage.setItem(DRAFTS, JSON.stringify(drafts));
-    else sessionStorage.removeItem(DRAFTS);
+    write(name, value === null ? kept : { ...kept, [id]: value });
   } catch {
-    // Storage is disabled or full: the text is lost when the page is loaded again.
+    // Storage is full: the value is lost when the page is loaded again. An older one must not come back.
+    try {
+      write(name, kept);
+    } catch {
+      // Storage is disabled: nothing is kept.
+    }
   }
 }
 
-function readDrafts() {
+function write(name, kept) {
+  if (Object.keys(kept).length) sessionStorage.setItem(name, JSON.stringify(kept));
+  else sessionStorage.removeItem(name);
+}
+
+function readKept(name) {
   try {
-    return JSON.parse(sessionStorage.getItem(DRAFTS)) ?? {};
+    return JSON.parse(sessionStorage.getItem(name)) ?? {};
   } catch {
     return {};
   }

@@ -90,6 +90,33 @@ def test_files_are_dropped_pasted_and_removed_before_sending(
     assert page.locator(".bubble").count() == 0
 
 
+def test_files_that_are_not_sent_survive_a_reload_and_stay_with_their_conversation(
+    visit: Visitor, engine: ScriptedEngine
+) -> None:
+    page = visit().open()
+    send(page, "Hello")
+    await_answer(page, "Hello, world!")
+    await_stored(page, "Hello", "Hello, world!")
+    choose(page, "notes.txt", b"four")
+    choose(page, "other.txt", b"seven")
+    files = page.locator(".files")
+    files.get_by_text("5 tokens").wait_for()
+    page.get_by_role("button", name="Remove other.txt").click()
+    page.reload()
+    files.get_by_text("4 tokens").wait_for()
+    assert files.locator(".name").all_inner_texts() == ["notes.txt"]
+    page.get_by_role("button", name="New conversation").first.click()
+    assert files.locator(".file").count() == 0
+    page.locator(".conversations .title").first.click()
+    files.get_by_text("4 tokens").wait_for()
+    page.get_by_role("button", name="Send").click()
+    files.locator(".file").wait_for(state="detached")
+    page.reload()
+    await_answer(page, "Hello, world!")
+    assert 'File "notes.txt":' in prompt_of(engine)
+    assert files.locator(".file").count() == 0
+
+
 UTF_16 = "Flut und Ebbe: ÄÖ".encode("utf-16")
 
 
@@ -105,6 +132,10 @@ def test_texts_of_usual_encodings_are_read(visit: Visitor, data: bytes, tokens: 
 
 REFUSED = {
     "picture.png": (b"\x89PNG\r\n\x1a\n\0\0", "picture.png is not a text file."),
+    "paper.pdf": (
+        b"%PDF-1.7 ...",
+        'paper.pdf is a PDF. Only text files can be added: pdftotext "paper.pdf" makes one.',
+    ),
     "zeros.txt": (b"abc\0def", "zeros.txt is not a text file."),
     "empty.txt": (b" \n", "empty.txt is empty."),
     "large.txt": (b"x" * 4_100_000, "large.txt has 4.1 MB; files may have 4 MB."),
