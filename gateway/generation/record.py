@@ -64,6 +64,13 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     #: Prompt tokens whose K/V was fetched from another engine.
     fetched_tokens: int
     generated_tokens: int
+    #: Prompt tokens that are placeholders of images; and the images, those of them that had been
+    #: preprocessed before, and the time spent on the others.
+    image_tokens: int = 0
+    images: int = 0
+    cached_images: int = 0
+    image_decode_s: float = 0.0
+    image_preprocess_s: float = 0.0
     draft_tokens: int
     #: Draft tokens that were accepted.
     accepted_tokens: int
@@ -158,6 +165,7 @@ def answer_record(timeline: Timeline, group: ChoiceGroup) -> AnswerRecord:
     finish = (group.finish or REFUSED) if is_accepted or group.is_gone else REFUSED
     choices = [_choice_record(choice, finish, now_s) for choice in group.choices]
     accepted, rejected = group.num_predictions
+    images = [prompt.images for prompt in group.prompt_requests]
     usages = [choice.usage for choice in group.choices if choice.usage is not None]
     return AnswerRecord(
         finish=finish,
@@ -167,6 +175,11 @@ def answer_record(timeline: Timeline, group: ChoiceGroup) -> AnswerRecord:
         cached_tokens=group.num_cached_tokens,
         fetched_tokens=max((usage.fetched_tokens for usage in usages), default=0),
         generated_tokens=group.num_generated_tokens,
+        image_tokens=sum(each.num_tokens for each in images) if is_accepted else 0,
+        images=sum(each.times.num_images for each in images),
+        cached_images=sum(each.times.num_hits for each in images),
+        image_decode_s=sum(each.times.decode_s for each in images),
+        image_preprocess_s=sum(each.times.preprocess_s for each in images),
         draft_tokens=accepted + rejected,
         accepted_tokens=accepted,
         preemptions=sum(usage.preemptions for usage in usages),

@@ -8,10 +8,11 @@ only one whose time is recorded.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
+from gateway.prompt.render import RenderedPrompt
 from protocol.engine.timeline import ClientTimes
 
 
@@ -32,6 +33,7 @@ class Timeline:
         "_at",
         "_unread_s",
         "_unread_since",
+        "image_s",
         "load_s",
         "started_ns",
         "template_s",
@@ -46,6 +48,8 @@ class Timeline:
         self.tokenize_s = 0.0
         #: The part of `tokenize_s` spent rendering templates.
         self.template_s = 0.0
+        #: The part of `tokenize_s` spent loading and preprocessing images.
+        self.image_s = 0.0
         #: Time spent waiting until the model was loaded.
         self.load_s = 0.0
         self._unread_s = 0.0
@@ -74,6 +78,11 @@ class Timeline:
         ended_s = self.at_s(TimelineMoment.ENDED)
         return time.monotonic() - self._at[TimelineMoment.STARTED] if ended_s is None else ended_s
 
+    def note_prompts(self, prompts: Sequence[RenderedPrompt]) -> None:
+        """Record which parts of `tokenize_s` other work took than the tokenizer's."""
+        self.template_s = sum(prompt.template_s for prompt in prompts)
+        self.image_s = sum(prompt.images.times.total_s for prompt in prompts)
+
     def note_unread(self) -> None:
         """Record that output waits from now on, because the client does not read."""
         if self._unread_since is None:
@@ -98,7 +107,8 @@ class Timeline:
             arrived_ago_s=time.monotonic() - self._at[TimelineMoment.STARTED],
             load_s=self.load_s,
             template_s=self.template_s,
-            tokenize_s=self.tokenize_s - self.template_s,
+            image_s=self.image_s,
+            tokenize_s=self.tokenize_s - self.template_s - self.image_s,
             sent_s=self.at_s(TimelineMoment.SENT),
             first_token_s=self.at_s(TimelineMoment.FIRST_TOKEN),
             answered_s=self.at_s(TimelineMoment.ANSWERED),

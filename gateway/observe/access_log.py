@@ -43,6 +43,8 @@ def text_line(record: RequestRecord, *, names_model: bool) -> str:
         parts.append(f"model={record.model}")
     if (answer := record.answer) is not None:
         parts.append(f"prompt_tokens={answer.prompt_tokens}")
+        if answer.images:
+            parts.append(f"image_tokens={answer.image_tokens}")
         parts.append(f"generated_tokens={answer.generated_tokens}")
         parts.append(f"finish={answer.finish}")
     parts.append(f"ms={record.took_s * 1000:.1f}")

@@ -82,6 +82,20 @@ class GatewaySeries:
         self.cached_tokens = self._answer_counter(
             "tidegate_cached_tokens", "Prompt tokens found in a cache"
         )
+        self.image_tokens = self._answer_counter(
+            "tidegate_image_tokens", "Prompt tokens of images, of accepted requests"
+        )
+        self.images = self._answer_counter(
+            "tidegate_images",
+            "Images of requests that were sent to an engine, by whether they were in the cache of "
+            "preprocessed images: hit or miss",
+            "cache",
+        )
+        self.image_s = self._answer_counter(
+            "tidegate_image_seconds",
+            "Time spent on images before they are sent to an engine, by stage: decode, preprocess",
+            "stage",
+        )
         self.generated_tokens = self._answer_counter(
             "tidegate_generated_tokens",
             "Generated tokens, up to the end of the answer or the disconnect of its client",

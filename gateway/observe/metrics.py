@@ -82,6 +82,8 @@ class Metrics(GatewaySeries):
         _child(self.prompt_tokens, *model).inc(answer.prompt_tokens)
         _child(self.cached_tokens, *model).inc(answer.cached_tokens)
         _child(self.generated_tokens, *model).inc(answer.generated_tokens)
+        if answer.images:
+            self._count_images(answer, model)
         _child(self.request_prompt_tokens, *model).observe(answer.prompt_tokens)
         _child(self.request_generated_tokens, *model).observe(answer.generated_tokens)
         _child(self.request_choices, *model).observe(len(answer.choices))
@@ -92,6 +94,13 @@ class Metrics(GatewaySeries):
             _child(self.draft_acceptance, *model).observe(share)
         self._count_choices(answer.choices, model)
         self._count_times(answer, model)
+
+    def _count_images(self, answer: AnswerRecord, model: Sequence[str]) -> None:
+        _child(self.image_tokens, *model).inc(answer.image_tokens)
+        _child(self.images, *model, "hit").inc(answer.cached_images)
+        _child(self.images, *model, "miss").inc(answer.images - answer.cached_images)
+        _child(self.image_s, *model, "decode").inc(answer.image_decode_s)
+        _child(self.image_s, *model, "preprocess").inc(answer.image_preprocess_s)
 
     def _count_choices(self, choices: Iterable[ChoiceRecord], model: Sequence[str]) -> None:
         for choice in choices:

@@ -137,6 +137,8 @@ class ClientTimes(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     load_s: float = 0.0
     #: Time spent in the chat template.
     template_s: float = 0.0
+    #: Time spent loading and preprocessing images.
+    image_s: float = 0.0
     #: Time spent in the tokenizer.
     tokenize_s: float = 0.0
     #: When the request was sent to the engine; None: not yet.

@@ -26,6 +26,7 @@ Cause = Literal[
     "load",
     "check",
     "template",
+    "images",
     "tokenize",
     "grammar",
     "queue",
@@ -114,10 +115,11 @@ def _before(client: ClientTimes | None) -> Iterator[Reason]:
     if client is None:
         return
     yield from _reason("load", client.load_s, "waited {} until the model was loaded")
-    known_s = client.load_s + client.template_s + client.tokenize_s
+    known_s = client.load_s + client.template_s + client.image_s + client.tokenize_s
     if client.sent_s is not None and client.sent_s - known_s >= MIN_TRANSFER_S:
         yield from _reason("check", client.sent_s - known_s, "reading and checking it took {}")
     yield from _reason("template", client.template_s, "the chat template took {}")
+    yield from _reason("images", client.image_s, "loading and preprocessing its images took {}")
     yield from _reason("tokenize", client.tokenize_s, "the tokenizer took {}")
 
 

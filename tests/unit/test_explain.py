@@ -212,6 +212,7 @@ def test_prompts_of_others_that_slow_the_answer_are_told_apart() -> None:
 CLIENTS: list[tuple[str, ClientTimes]] = [
     ("waited 12.0 s until the model was loaded", ClientTimes(load_s=12.0, sent_s=12.001)),
     ("the chat template took 3 ms", ClientTimes(template_s=0.003, sent_s=0.004)),
+    ("loading and preprocessing its images took 80 ms", ClientTimes(image_s=0.08, sent_s=0.081)),
     ("the tokenizer took 20 ms", ClientTimes(tokenize_s=0.02, sent_s=0.021)),
     ("reading and checking it took 0.5 s", ClientTimes(sent_s=0.5)),
     ("the client read slowly for 2.1 s", ClientTimes(unread_s=2.1, answered_s=1.0, ended_s=3.0)),

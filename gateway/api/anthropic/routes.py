@@ -92,7 +92,7 @@ def _prepare(
     )
     with context.timeline.tokenizing():
         prompt = preparation.prompt(chat.messages)
-    context.timeline.template_s = prompt.template_s
+    context.timeline.note_prompts([prompt])
     return preparation, prompt, warnings
 
 

@@ -141,7 +141,7 @@ def _answer_chat(
         preparation = Preparation(asked, use.model)
         with context.timeline.tokenizing():
             prompt = preparation.prompt(asked.messages)
-        context.timeline.template_s = prompt.template_s
+        context.timeline.note_prompts([prompt])
         context.ignored = [*context.ignored, *map(path, preparation.ignored)]
         envelope = OllamaEnvelope(
             body.model,

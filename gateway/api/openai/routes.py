@@ -84,7 +84,7 @@ def _answer_chats(
     preparation = prepare.Preparation(body, model, trusts_template=trusts)
     with context.timeline.tokenizing():
         prompts = [preparation.prompt(value, path) for path, value in conversations.items()]
-    context.timeline.template_s = sum(prompt.template_s for prompt in prompts)
+    context.timeline.note_prompts(prompts)
     kv_params = _kv_params(context, [*unknown, *preparation.ignored], body, model)
     builder = ChatResponseBuilder(
         model.tokenizer,

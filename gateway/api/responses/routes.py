@@ -117,7 +117,7 @@ def _rendered(
     with context.timeline.tokenizing():
         trusts = service.config.trust_request_chat_template
         ready = rendered(body, items, model, trusts_template=trusts)
-    context.timeline.template_s = ready.prompt.template_s
+    context.timeline.note_prompts([ready.prompt])
     context.ignored = ignored_fields([*context.ignored, *ready.ignored], body.strict_params)
     return ready
 

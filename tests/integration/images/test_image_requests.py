@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from gateway.images.limits import MAX_IMAGES
 from tests.support.gateway_process import GatewayProcess
+from tests.support.http import metrics_of
 from tests.support.image_models import SMOLVLM, picture
 from tests.support.scripted_engine import ScriptedEngine, scripted_card
 
@@ -261,3 +262,16 @@ def test_a_text_only_model_refuses_images_as_before(tmp_path: Any) -> None:
         assert "reads text only" in refused.json()["error"]["message"]
         refused = post(gateway, "/v1/messages", messages=[user(BLOCK)], model=None)
         assert refused.json()["error"]["param"] == "messages[0].content[0].type"
+
+
+def test_images_are_counted_and_logged(gateway: GatewayProcess) -> None:
+    name = 'tidegate_images_total{cache="hit"}'
+    chat(gateway, PART)
+    before = metrics_of(gateway.url)
+    used = chat(gateway, PART).json()["usage"]["prompt_tokens"]
+    after = metrics_of(gateway.url)
+    assert after[name] == before[name] + 1
+    tokens = after["tidegate_image_tokens_total"] - before["tidegate_image_tokens_total"]
+    assert 16 < tokens < used
+    assert after['tidegate_image_seconds_total{stage="decode"}'] > 0
+    gateway.line_with(f"image_tokens={tokens:.0f}", on_stderr=True)
