@@ -8,6 +8,7 @@ cannot require a call, so its session begins with one that was made before.
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
+from tests.support.image_checkpoint import write_smolvlm
+from tests.support.image_models import picture
 from tests.support.server import SERVED_NAME, Server
 
 QUESTION = "What is the weather in Oslo?"
@@ -314,3 +317,56 @@ def test_texts_of_ollama(exact_server: Server) -> None:
             with pytest.raises(ollama.ResponseError) as error:
                 refused()
             assert error.value.status_code == status
+
+
+# ---- images
+
+
+@pytest.fixture(scope="module")
+def image_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Yield a server with a tiny model that reads images."""
+    folder = write_smolvlm(tmp_path_factory.mktemp("smolvlm"))
+    with Server("--served-name", SERVED_NAME, model=str(folder)) as server:
+        yield server
+
+
+IMAGE = b64encode(picture(90, 60)).decode()
+FEW = 4
+
+
+def test_each_library_sends_an_image(image_server: Server) -> None:
+    """The same image gives the same prompt and the same answer in each API."""
+    url = f"data:image/png;base64,{IMAGE}"
+    answers = []
+    with openai.OpenAI(base_url=f"{image_server.url}/v1", api_key="none", max_retries=0) as client:
+        asked: Any = [{"type": "image_url", "image_url": {"url": url}}]
+        chat = client.chat.completions.create(
+            **CHAT, max_tokens=FEW, messages=[{"role": "user", "content": asked}]
+        )
+        answers.append(chat.choices[0].message.content)
+        part: Any = [{"type": "input_image", "image_url": url, "detail": "auto"}]
+        response = client.responses.create(
+            **CHAT, max_output_tokens=16, input=[{"role": "user", "content": part}]
+        )
+        assert response.output_text.startswith(answers[0] or "?")
+    source: Any = {"type": "base64", "media_type": "image/png", "data": IMAGE}
+    with anthropic.Anthropic(base_url=image_server.url, api_key="none", max_retries=0) as sender:
+        message = sender.messages.create(
+            model=SERVED_NAME,
+            max_tokens=FEW,
+            messages=[{"role": "user", "content": [{"type": "image", "source": source}]}],
+            extra_body={"temperature": 0},
+        )
+    answers += [block.text for block in message.content if block.type == "text"]
+    host = ollama.Client(host=image_server.url)
+    drawn = {"role": "user", "content": "", "images": [IMAGE]}
+    options = {"num_predict": FEW, "temperature": 0}
+    told = host.chat(model=SERVED_NAME, messages=[drawn], options=options)
+    answers.append(told.message.content)
+    assert len(answers) == 3
+    assert answers[0]
+    assert len(set(answers)) == 1
+    assert chat.usage is not None
+    used = message.usage
+    cached = (used.cache_creation_input_tokens or 0) + (used.cache_read_input_tokens or 0)
+    assert chat.usage.prompt_tokens == used.input_tokens + cached == told.prompt_eval_count

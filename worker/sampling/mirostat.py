@@ -29,7 +29,7 @@ from torch import Tensor
 
 from worker.batch.batch import Ints, Sampled
 from worker.device.staging import upload_one
-from worker.sampling.exact_probs import scale_bits, weigh
+from worker.sampling.exact_probs import exact_exp, scale_bits, weigh
 from worker.sampling.filters import FARTHEST, REMOVED
 from worker.sampling.slot_lookup import where
 from worker.slots.features import MIROSTAT
@@ -188,5 +188,5 @@ def _gaps(logits: Tensor) -> Tensor:
 
 def _log_mass(gaps: Tensor) -> Tensor:
     """Return the logarithm [N] float64 of the sum of the shares of gaps [N, V]."""
-    mass = weigh(gaps.exp(), gaps.shape[1]).sum(-1).double()
+    mass = weigh(exact_exp(gaps), gaps.shape[1]).sum(-1).double()
     return (mass * 2.0 ** -scale_bits(gaps.shape[1])).log()
