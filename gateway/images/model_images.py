@@ -83,8 +83,8 @@ class ModelImages:
         self._prompter = prompter = make(found, card.special_tokens, pad)
         if why := reader.load(prompter.settings(has_company=False)):
             return (
-                f"the image processor of this model cannot be loaded: {why}; install "
-                "tidegate[images] in the gateway's environment"
+                f"the image processor of this model cannot be loaded: {why}; the "
+                "operator can install the extra 'images' in the gateway's environment"
             )
         return ""
 

@@ -45,7 +45,9 @@ def image_support(path: Path, *, device: str, world_size: int) -> ImageSupport |
 def _reason(device: str, world_size: int) -> str:
     """Return why the worker cannot encode images, with the remedy; "" if it can."""
     if any(find_spec(name) is None for name in NEEDED):
-        return "images need more packages: pip install 'tidegate[images]'"
+        return (
+            "the server lacks the packages for images; its operator can install the extra 'images'"
+        )
     if world_size > 1:
         return "images are not computed with --tensor-parallel: serve without it"
     if device != "cpu":

@@ -235,7 +235,7 @@ def test_no_byte_of_an_image_is_logged(gateway: GatewayProcess) -> None:
 
 def test_a_model_without_the_extra_names_the_remedy(tmp_path: Any) -> None:
     card = SMOLVLM.card(name="tiny", context_tokens=512)
-    reason = "images need more packages: pip install 'tidegate[images]'"
+    reason = "the server lacks the packages for images; its operator can install the extra 'images'"
     assert card.images is not None
     card = replace(card, images=replace(card.images, reason=reason))
     with (
