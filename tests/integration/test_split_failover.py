@@ -23,6 +23,7 @@ pytestmark = pytest.mark.long
 GENERATE = "/inference/v1/generate"
 BLOCK_TOKENS = 16
 STREAMS = varied_requests(16, 5, max_tokens=60)
+TRIES = 5
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +79,22 @@ def test_prompts_with_a_common_prefix_are_computed_where_it_is_cached(split: Spl
 def test_the_streams_of_a_killed_decode_engine_end_as_they_would_have_alone(
     split: SplitCluster, alone: list[StreamedAnswer], only_worker: bool
 ) -> None:
-    before = num_moved(split.url)
+    """On a busy machine, the engine may have no streams left when it is killed. Then it is killed
+    once more, with others."""
     num_tokens = sum(answer.num_tokens for answer in alone)
     lost = split.d[only_worker]
-    answers = stream_with_fault(
-        split.url, STREAMS, num_tokens // 4, lambda: lost.kill(only_worker=only_worker)
-    )
-    assert differences(STREAMS, alone, answers) == []
-    assert num_moved(split.url) > before, "nothing was moved"
-    lost.restart()
-    split.wait_until_ready()
+    for _ in range(TRIES):
+        before = num_moved(split.url)
+        answers = stream_with_fault(
+            split.url, STREAMS, num_tokens // 4, lambda: lost.kill(only_worker=only_worker)
+        )
+        moved = num_moved(split.url) - before
+        lost.restart()
+        split.wait_until_ready()
+        assert differences(STREAMS, alone, answers) == []
+        if moved:
+            return
+    pytest.fail("nothing was moved")
 
 
 def test_prompts_of_a_killed_prefill_engine_are_computed_by_the_other_one(
@@ -103,11 +110,11 @@ def test_prompts_of_a_killed_prefill_engine_are_computed_by_the_other_one(
         killed = split.p[0]
         assert eventually(lambda: killed.stats().waiting, every_s=0.005)
         killed.kill()
-        assert [answer.result() for answer in answers] == alone
-    assert metric_of(split.url, moved) > before, "nothing was moved"
-    assert metric_of(split.url, computed_by_d) == 0, "a decode engine computed a prompt"
     killed.restart()
     split.wait_until_ready()
+    assert [answer.result() for answer in answers] == alone
+    assert metric_of(split.url, moved) > before, "nothing was moved"
+    assert metric_of(split.url, computed_by_d) == 0, "a decode engine computed a prompt"
 
 
 def test_nothing_is_left_behind(split: SplitCluster) -> None:
