@@ -59,18 +59,6 @@ def view(server: Server) -> Iterator[EngineView]:
     view.close()
 
 
-def test_the_capital_of_france_is_paris(client: OpenAI) -> None:
-    """The first question that people ask is a near tie, which coarser rounding would lose."""
-    answer = client.chat.completions.create(
-        model=SERVED_NAME,
-        messages=[{"role": "user", "content": "What is the capital of France?"}],
-        temperature=0,
-        max_tokens=16,
-        extra_body={"frequency_penalty": 0.0},
-    )
-    assert answer.choices[0].message.content == "The capital of France is Paris."
-
-
 def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: EngineView) -> None:
     """Each stream requests its own token, by a bias that leaves no other choice."""
 

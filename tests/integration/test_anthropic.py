@@ -296,7 +296,7 @@ ERRORS: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str, str | No
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         anthropic.BadRequestError,
         "invalid_request_error",
-        "messages[0].content[0].type",
+        "messages[0].content[0].source.type",
     ),
     (
         {"tools": [{**WEATHER, "name": "no name"}]},
