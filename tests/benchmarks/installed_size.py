@@ -35,9 +35,12 @@ SMALL = MIB
 def declared_requirements(extra: str) -> list[str]:
     """Return the requirements of Tidegate with an extra, as setup.py and setup.cfg declare them."""
     import configparser
+    import warnings
     from unittest.mock import patch
 
-    import setuptools  # type: ignore[import-untyped]
+    with warnings.catch_warnings():  # older ones import distutils, which warns
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import setuptools  # type: ignore[import-untyped]
 
     found: dict[str, Any] = {}
     with patch.object(setuptools, "setup", lambda **options: found.update(options)):

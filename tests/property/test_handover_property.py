@@ -111,6 +111,7 @@ class Partner(RequestStorm):
             self.refused += 1
             return
         self.asked[client, number] = (prompt, 0, 0)
+        self.shown[client, number] = []
         self.producing[client, number] = (prompt[:-1], namespace)
 
     def offer(self) -> None:
@@ -152,6 +153,7 @@ class Partner(RequestStorm):
             self.refused += 1
             return
         self.asked[client, number] = (prompt, max_tokens, seed)
+        self.shown[client, number] = []
         if grammar is not None:
             self.constrained[client, number] = grammar
 

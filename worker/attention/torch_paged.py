@@ -269,7 +269,8 @@ def _gathered(
     both, are read once."""
     found = [k_cache] if v_cache is k_cache else [k_cache, v_cache]
     sides = [side.index_select(0, blocks) for side in found]
-    sides = [numbers_of(side, dtype) for side in sides]
+    if k_cache.dtype != dtype:
+        sides = [numbers_of(side, dtype) for side in sides]
     return sides[0], sides[-1]
 
 

@@ -33,6 +33,7 @@ ALL_FEATURES = SamplingParams(
     top_n_sigma=3.0,
     dynatemp_range=0.5,
     xtc_probability=0.5,
+    mirostat=2,
     dry_multiplier=0.8,
     dry_breakers=[DryBreaker([0]), DryBreaker([0], [1])],
     min_tokens=2,
