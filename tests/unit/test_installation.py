@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import shlex
 import sys
@@ -9,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from protocol.process import installation
 from protocol.process.installation import install_command, reinstall_command
 from protocol.process.packages import HOME
 from tools.processes.start_checks import EXTRAS
@@ -23,7 +24,7 @@ def test_in_a_clone_the_command_names_the_clone() -> None:
 
 
 def test_an_environment_of_uv_needs_uv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     expected = f"uv pip install --python {sys.executable} -e '{HOME}[hub]'"
     assert install_command("hub") == expected
 
@@ -48,7 +49,7 @@ def test_a_wheel_names_the_folder_it_was_built_from(
         ((tmp_path / "gone").as_uri(), "-e '.[cuda]' in a clone of Tidegate"),
         ("https://example.com/tidegate.whl", "-e '.[cuda]' in a clone of Tidegate"),
     ]:
-        monkeypatch.setattr(installation.metadata, "distribution", lambda _, u=url: Installed(u))
+        monkeypatch.setattr(importlib.metadata, "distribution", lambda _, u=url: Installed(u))
         assert install_command("cuda", tmp_path).partition(" install ")[2] == expected
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -65,11 +66,12 @@ def test_a_title_that_is_longer_than_the_interpreter_cuts_the_last_argument() ->
 
 
 def test_an_engine_shows_its_name_and_its_role() -> None:
-    for name, role, title in [
+    rows: list[tuple[str, Literal["both", "prefill", "decode"], str]] = [
         ("engine", "both", "engine"),
         ("engine 2", "both", "engine 2"),
         ("engine 2", "decode", "engine 2 (decode)"),
         ("engine qwen3", "prefill", "engine qwen3 (prefill)"),
-    ]:
+    ]
+    for name, role, title in rows:
         config = EngineConfig(worker=WorkerConfig(model="m"), role=role)
         assert [*engine_command(name, config, lock=3).arguments][-2:] == ["--title", title]
