@@ -44,6 +44,9 @@ from worker.spec.model_spec import ModelSpec
 from worker.startup.memory_plan import PlannedModel, weights_bytes
 
 NUM_TOKENS = 61
+NOISE = {"gemma2": 1.5e-4}
+"""Tolerances of models whose rounding errors in float32 alone come near 1e-4: the largest error of
+one order of sums was 1.0e-4, and that of another 1.3e-4. Their mean was the same."""
 
 
 def test_every_family_has_variants() -> None:
@@ -59,7 +62,7 @@ def test_logits_are_those_of_transformers_whole_in_chunks_and_token_by_token(
     theirs, tokens = random_model(model_type, **changes), some_tokens(NUM_TOKENS)
     loaded = load(write_directory(tmp_path, theirs))
     logits = expected(theirs, tokens)
-    atol = 1e-4 * max(1.0, float(logits.abs().max()) / 10)
+    atol = NOISE.get(model_type, 1e-4) * max(1.0, float(logits.abs().max()) / 10)
     for steps in [(61,)], [(7,), (1,), (30,), (23,)], [(40,), *[(1,)] * 21]:
         assert_same(EagerStepper(loaded, [tokens]).run(steps)[0], logits, atol)
 

@@ -63,7 +63,7 @@ LAUNCHES, LAUNCHES_PER_LAYER = 40, 10
 """Most launches of a greedy decode step: some, and some for each layer."""
 DRY = "sampling/dry.py"
 """DRY is computed by torch, and waits for the device several times in a step."""
-CHAIN_LAUNCHES = 200
+CHAIN_LAUNCHES = 220
 """The most launches that DRY, or filters in an order of their own, add to a step."""
 SAMPLING_LAUNCHES = 60
 """Most further launches of a step with any sampling parameters."""

@@ -38,7 +38,7 @@ from worker.spec.kv_blocks import BlockLayers
 
 NUM_TOKENS, BLOCK_TOKENS, MAX_PROMPT = 8, 16, 300
 SAMPLED = SamplingParams(
-    temperature=0.8, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=0
+    temperature=0.8, seed=8, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=0
 )
 REUSING = replace(SAMPLED, prompt_logprobs=None)
 """A request with prompt logprobs computes its whole prompt, so it uses no K/V from elsewhere."""
