@@ -12,6 +12,8 @@ not installed is listed without a size.
 from __future__ import annotations
 
 import argparse
+import configparser
+import json
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -32,24 +33,26 @@ SMALL = MIB
 """Packages of others below this size are added up in one row."""
 
 
+DECLARED = """
+import json, runpy
+import setuptools
+setuptools.setup = lambda **options: print(json.dumps(options["extras_require"]))
+runpy.run_path("setup.py")
+"""
+"""A program that prints the requirements of each extra of setup.py."""
+
+
 def declared_requirements(extra: str) -> list[str]:
     """Return the requirements of Tidegate with an extra, as setup.py and setup.cfg declare them."""
-    import configparser
-    import warnings
-    from unittest.mock import patch
-
-    with warnings.catch_warnings():  # older ones import distutils, which warns
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import setuptools  # type: ignore[import-untyped]
-
-    found: dict[str, Any] = {}
-    with patch.object(setuptools, "setup", lambda **options: found.update(options)):
-        code = compile((ROOT / "setup.py").read_text(), "setup.py", "exec")
-        exec(code, {"__name__": "setup"})
+    # In a process of its own, where nothing imports distutils before setuptools does.
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DECLARED], cwd=ROOT, capture_output=True, check=True
+    )
+    extras = json.loads(told.stdout)
     parsed = configparser.ConfigParser()
     parsed.read(ROOT / "setup.cfg")
     base = parsed["options"]["install_requires"].split("\n")
-    return [*filter(None, base), *found["extras_require"][extra]]
+    return [*filter(None, base), *extras[extra]]
 
 
 def needed(requirements: Iterable[str]) -> dict[str, Distribution | None]:

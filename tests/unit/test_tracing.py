@@ -169,5 +169,5 @@ def test_a_server_without_the_trace_exporter_does_not_start(
     name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     monkeypatch.setitem(sys.modules, name, None)
     config = GatewayConfig(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
-    with pytest.raises(AppImportError, match=r"--otlp-traces-endpoint .*tidegate\[otel\]"):
+    with pytest.raises(AppImportError, match=r"--otlp-traces-endpoint .*\[otel\]"):
         create_app(config)

@@ -120,7 +120,8 @@ def next_mu(
     """Return the limits [N] after tokens [N], which were drawn from logits [N, V] with the limits
     mu [N]. `slot_ids` [N] are the rows' slots."""
     gaps = _gaps(logits)
-    surprise = _log_mass(gaps) - gaps.gather(1, tokens[:, None]).squeeze(1).double()
+    known = tokens.clamp(0, logits.shape[1] - 1)  # the token of a row that is not finite may be any
+    surprise = _log_mass(gaps) - gaps.gather(1, known[:, None]).squeeze(1).double()
     tau, eta = (
         slots[name].index_select(0, slot_ids).double() for name in ("mirostat_tau", "mirostat_eta")
     )
