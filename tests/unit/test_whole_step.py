@@ -25,6 +25,7 @@ from worker.attention.select import select_attention
 from worker.checkpoint.quant_blocks import BlockKind
 from worker.kernels.reference import TorchKernels
 from worker.kv.cache import KVCache
+from worker.kv.transfer.shared_memory import SharedMemory
 from worker.models.compiled import why_not
 from worker.models.decoder import DecoderModel
 from worker.models.whole_step import PassMemory
@@ -180,6 +181,30 @@ def test_a_row_has_the_same_bits_alone_and_beside_rows_of_other_experts(name: st
     together = hidden(0, 9)
     assert torch.equal(together, torch.cat([hidden(i, i + 1) for i in range(9)]))
     assert torch.equal(together[4:], hidden(4, 9))
+
+
+def test_a_cache_of_another_size_at_the_same_address_is_a_new_one() -> None:
+    """The allocator gives the memory of a deleted cache to the next one, whose layers lie
+    elsewhere."""
+    native, dtype, cpu = native_kernels(), torch.float32, torch.device("cpu")
+    model = random_decoder(SPECS["experts"], native, dtype)
+    attend = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=native)
+    sizes = (BLOCK_TOKENS, 2, HEAD_DIM, dtype, cpu)
+    memory = SharedMemory(2 * 3 * 8 * BLOCK_TOKENS * 2 * HEAD_DIM * dtype.itemsize)
+
+    def keys_and_values(cache: KVCache) -> Tensor:
+        batch = attention_batch([PagedRow(0, 3, [2])], BLOCK_TOKENS)
+        model(torch.tensor([1, 2, 3]), batch, cache, attend)
+        return torch.stack([cache.k[:, 2], cache.v[:, 2]])
+
+    small = KVCache(3, 4, *sizes, memory)
+    expected = keys_and_values(small)
+    start = small.k.data_ptr()
+    del small
+    large = KVCache(3, 8, *sizes, memory)
+    assert large.k.data_ptr() == start
+    large.rows.zero_()
+    assert torch.equal(keys_and_values(large), expected)
 
 
 def test_positions_beyond_the_learned_ones_are_refused() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from ctypes import Array, byref
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -118,7 +119,8 @@ class WholePass:
         ) or any(mlp.num_experts > 1 for mlp in spec.mlps)
         self._from_rows = min(map(_from_rows, weights.layers))
         self._memory = PassMemory()
-        self._cache: tuple[int, torch.dtype] | None = None
+        # Not the address of its memory: a later cache of another size may have the same one.
+        self._cache: ReferenceType[KVCache] | None = None
         self._stored_as = AS_NUMBERS
         self.vocab = weights.embedding.size
         #: Number of positions that can be computed.
@@ -256,15 +258,14 @@ class WholePass:
         """Make this step and later ones use `cache`, whose numbers must have the weights' dtype,
         or be rounded."""
         assert isinstance(cache, KVCache), "one call computes layers with equal heads only"
-        found = (cache.k.data_ptr(), cache.k.dtype)
-        if self._cache == found:
+        if self._cache is not None and self._cache() is cache:
             return
         dtype = self._weights.embedding.dtype
         self._stored_as = stored_as(cache.k, cache.v, dtype, self._attention.head_dim)
         for index, layer in enumerate(self._layers):
             layer.k_cache, layer.v_cache = map(address, cache.layer(index))
             layer.entry = cache.entries[index]
-        self._cache = found
+        self._cache = ref(cache)
 
 
 class PassMemory:
