@@ -25,9 +25,23 @@ ARCHITECTURES = {
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """Architecture -> `model_type` of its text part."""
+HALF_TURNED = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+    }
+}
 CHANGES: dict[str, dict[str, Any]] = {
+    "Qwen3_5ForConditionalGeneration": HALF_TURNED,
+    "Qwen3_5MoeForConditionalGeneration": HALF_TURNED,
     # Heads that the compiled kernels support. Those of Qwen2-VL are computed by torch.
     "Qwen2_5_VLForConditionalGeneration": {
         "num_attention_heads": 3,
@@ -196,6 +210,15 @@ def test_an_answer_is_that_of_transformers_wherever_chunks_end(
         check(engine.logprobs(number), answer_of(tiny, *lengths))
 
 
+def test_torch_gives_the_answers_of_the_compiled_kernels(tmp_path: Path) -> None:
+    """This family adds to the hidden states after its first layers, too."""
+    qwen = family("Qwen3VLForConditionalGeneration", tmp_path)
+    engine = ImageEngine(qwen.directory, token_budget=7, kernels="torch")
+    number = ask(engine, qwen, *LENGTHS[2])
+    engine.run()
+    check(engine.logprobs(number), answer_of(qwen, *LENGTHS[2]))
+
+
 def test_texts_and_images_are_computed_in_one_batch(tiny: TinyVision) -> None:
     engine = ImageEngine(tiny.directory, token_budget=11)
     words = text(20, 9)
@@ -239,13 +262,16 @@ def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
 
 
 def test_drafts_change_no_answer(tiny: TinyVision) -> None:
-    """The text repeats itself, so drafts are made, also in the step after the prompt."""
-    engine = ImageEngine(tiny.directory, speculation="ngram")
-    numbers = [ask(engine, tiny, *LENGTHS[2], first=first, num_tokens=12) for first in (0, 1)]
+    """The prompt contains every token, so each token of the answer is followed by drafts."""
+    engine = ImageEngine(tiny.directory, speculation="ngram", max_len=512)
+    prompt, runs = prompt_with(tiny, 5, 4, 0)
+    prompt += range(PLACEHOLDER)
+    images = attach(engine, tiny, runs, range(2))
+    number = engine.add(prompt, images, max_tokens=NUM_TOKENS, logprobs=0)
     engine.run()
     assert engine.engine.stats().num_draft_tokens
-    for first, number in enumerate(numbers):
-        check(engine.logprobs(number), answer_of(tiny, *LENGTHS[2], first=first, num_tokens=12))
+    expected = reference(tiny.model, prompt, NUM_TOKENS, **tiny.inputs(0, 1))
+    check(engine.logprobs(number), expected)
 
 
 def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> None:

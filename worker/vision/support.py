@@ -16,10 +16,14 @@ IMAGE_TOKENS = {
     "mistral3": "image_token_index",
     "qwen2_vl": "image_token_id",
     "qwen2_5_vl": "image_token_id",
+    "qwen3_vl": "image_token_id",
+    "qwen3_vl_moe": "image_token_id",
+    "qwen3_5": "image_token_id",
+    "qwen3_5_moe": "image_token_id",
 }
 """`model_type` -> the key of config.json with the id of the placeholder. In these families a
 position of an image sees only those before it."""
-WITH_GRID = frozenset({"qwen2_vl", "qwen2_5_vl"})
+WITH_GRID = frozenset(kind for kind in IMAGE_TOKENS if kind.startswith("qwen"))
 """Those of them whose rotary positions of an image have several axes (M-RoPE). In the others the
 positions are those in the prompt."""
 OTHER_KEYS = ("image_token_index", "image_token_id")
