@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,39 @@ ARCHITECTURES = {
     "Idefics3ForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
+"""Architecture -> `model_type` of its text part."""
+HALF_TURNED = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+    }
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "Qwen3_5ForConditionalGeneration": HALF_TURNED,
+    "Qwen3_5MoeForConditionalGeneration": HALF_TURNED,
+    # Heads that the compiled kernels support. Those of Qwen2-VL are computed by torch.
+    "Qwen2_5_VLForConditionalGeneration": {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [4, 6, 6],
+        },
+    },
+}
+"""Keys of the text part's config."""
+GRIDS = [(4, 6), (8, 2), (2, 4), (6, 6), (2, 10)]
+"""Rows and columns of the patches of an image of Qwen's families, by its seed."""
 PLACEHOLDER = VOCAB - 1
 NUM_TOKENS = 5
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -31,6 +63,12 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 def image_inputs(architecture: str, seed: int) -> Arrays:
     """Return what the family's image processor would return for one image."""
+    if architecture.startswith("Qwen"):
+        rows, columns = GRIDS[seed % len(GRIDS)]
+        patch = 3 * 2 * 14 * 14
+        patches = np.random.default_rng(seed).normal(size=(rows * columns, patch))
+        grid = np.array([[1, rows, columns]], np.int64)
+        return {"pixel_values": patches.astype(np.float32), "image_grid_thw": grid}
     pixels = np.random.default_rng(seed).normal(size=(1, 3, 3, 28, 28)).astype(np.float32)
     if architecture.startswith("LlavaOnevision"):
         return {"pixel_values": pixels, "image_sizes": np.array([[28, 56]], np.int64)}
@@ -50,7 +88,21 @@ class TinyVision:
     architecture: str
     model: Any
     directory: Path
-    num_rows: int
+    _num_rows: dict[int, int] = field(default_factory=dict)
+
+    def num_rows(self, seed: int) -> int:
+        """Return the number of rows that transformers' encoder makes of an image."""
+        if seed not in self._num_rows:
+            made = self.model.model.get_image_features(**self.inputs(seed)).pooler_output
+            self._num_rows[seed] = sum(part.numel() // part.shape[-1] for part in made)
+        return self._num_rows[seed]
+
+    def grid(self, seed: int) -> tuple[int, int, int] | None:
+        """Return the (frames, rows, columns) of an image, for families that need them."""
+        if not self.architecture.startswith("Qwen"):
+            return None
+        rows, columns = GRIDS[seed % len(GRIDS)]
+        return 1, rows // 2, columns // 2
 
     def inputs(self, *seeds: int) -> dict[str, torch.Tensor]:
         """Return the inputs of transformers' model for images with these seeds."""
@@ -67,15 +119,11 @@ class TinyVision:
 
 @lru_cache
 def family(architecture: str, directory: Path) -> TinyVision:
-    model = random_wrapper(architecture, ARCHITECTURES[architecture])
+    changes = CHANGES.get(architecture, {})
+    model = random_wrapper(architecture, ARCHITECTURES[architecture], **changes)
     if hasattr(model.config, "image_grid_pinpoints"):
         model.config.image_grid_pinpoints = [[28, 56], [56, 28]]
-    made = model.model.get_image_features(
-        **{name: torch.from_numpy(array) for name, array in image_inputs(architecture, 0).items()}
-    )
-    rows = made.pooler_output
-    num_rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in rows)
-    return TinyVision(architecture, model, write_wrapper(directory, model), num_rows)
+    return TinyVision(architecture, model, write_wrapper(directory, model))
 
 
 @pytest.fixture(autouse=True)
@@ -93,18 +141,22 @@ def text(count: int, seed: int) -> list[int]:
     return [token for token in some_tokens(count, seed) if token != PLACEHOLDER]
 
 
-def prompt_with(tiny: TinyVision, *lengths: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return a prompt with an image between each two texts of these lengths, and its runs."""
+def prompt_with(
+    tiny: TinyVision, *lengths: int, first: int = 0
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return a prompt with an image between each two texts of these lengths, and its runs. `first`
+    is the seed of the first image."""
     prompt, runs = text(lengths[0], 1), []
     for number, length in enumerate(lengths[1:]):
-        runs.append((len(prompt), tiny.num_rows))
-        prompt += [PLACEHOLDER] * tiny.num_rows + text(length, 2 + number)
+        num_rows = tiny.num_rows(first + number)
+        runs.append((len(prompt), num_rows))
+        prompt += [PLACEHOLDER] * num_rows + text(length, 2 + number)
     return prompt, runs
 
 
 def attach(engine: ImageEngine, tiny: TinyVision, runs: Any, seeds: Any) -> list[Attachment]:
     pairs = zip(runs, seeds, strict=True)
-    return [engine.attach(tiny.tensors(seed), run) for run, seed in pairs]
+    return [engine.attach(tiny.tensors(seed), run, grid=tiny.grid(seed)) for run, seed in pairs]
 
 
 def check(found: list[tuple[int, float]], expected: list[tuple[int, float]]) -> None:
@@ -115,7 +167,13 @@ def check(found: list[tuple[int, float]], expected: list[tuple[int, float]]) -> 
 
 LENGTHS = [(0, 6), (5, 6), (5, 4, 6), (5, 1, 0, 3)]
 """Lengths of the texts around the images: an image first, between texts, several, and beside each
-other."""
+other. A text is between any two images of Qwen's families, whose classes count them by that."""
+
+
+def lengths_of(tiny: TinyVision) -> list[tuple[int, ...]]:
+    if tiny.grid(0) is None:
+        return LENGTHS
+    return [*LENGTHS[:3], (5, 1, 1, 3), (4, 0)]
 
 
 def ask(
@@ -126,7 +184,7 @@ def ask(
     num_tokens: int = NUM_TOKENS,
 ) -> int:
     """Add a request with images whose seeds are `first` and those after it."""
-    prompt, runs = prompt_with(tiny, *lengths)
+    prompt, runs = prompt_with(tiny, *lengths, first=first)
     images = attach(engine, tiny, runs, range(first, first + len(runs)))
     return engine.add(prompt, images, max_tokens=num_tokens, logprobs=0)
 
@@ -135,7 +193,7 @@ def answer_of(
     tiny: TinyVision, *lengths: int, first: int = 0, num_tokens: int = NUM_TOKENS
 ) -> list[tuple[int, float]]:
     """Return the answer of transformers' model."""
-    prompt, runs = prompt_with(tiny, *lengths)
+    prompt, runs = prompt_with(tiny, *lengths, first=first)
     inputs = tiny.inputs(*range(first, first + len(runs)))
     return reference(tiny.model, prompt, num_tokens, **inputs)
 
@@ -146,10 +204,19 @@ def test_an_answer_is_that_of_transformers_wherever_chunks_end(
 ) -> None:
     """With these budgets, a chunk ends at each position of an image."""
     engine = ImageEngine(tiny.directory, token_budget=budget)
-    for lengths in LENGTHS if budget == 512 else LENGTHS[2:3]:
+    for lengths in lengths_of(tiny) if budget == 512 else LENGTHS[2:3]:
         number = ask(engine, tiny, *lengths)
         engine.run()
         check(engine.logprobs(number), answer_of(tiny, *lengths))
+
+
+def test_torch_gives_the_answers_of_the_compiled_kernels(tmp_path: Path) -> None:
+    """This family adds to the hidden states after its first layers, too."""
+    qwen = family("Qwen3VLForConditionalGeneration", tmp_path)
+    engine = ImageEngine(qwen.directory, token_budget=7, kernels="torch")
+    number = ask(engine, qwen, *LENGTHS[2])
+    engine.run()
+    check(engine.logprobs(number), answer_of(qwen, *LENGTHS[2]))
 
 
 def test_texts_and_images_are_computed_in_one_batch(tiny: TinyVision) -> None:
@@ -183,7 +250,8 @@ def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: TinyVisio
 
 def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
     """There are blocks for the prompts of two requests, but not for their answers."""
-    num_blocks = -(-len(prompt_with(tiny, *LENGTHS[2])[0]) // 8)
+    prompts = [prompt_with(tiny, *LENGTHS[2], first=3 * each)[0] for each in range(3)]
+    num_blocks = -(-max(map(len, prompts)) // 8)
     engine = ImageEngine(tiny.directory, kv_blocks=1 + 2 * num_blocks, max_len=8 * num_blocks + 8)
     numbers = [ask(engine, tiny, *LENGTHS[2], first=3 * each, num_tokens=9) for each in range(3)]
     engine.run()
@@ -191,6 +259,19 @@ def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
     for each, number in enumerate(numbers):
         expected = answer_of(tiny, *LENGTHS[2], first=3 * each, num_tokens=9)
         check(engine.logprobs(number), expected)
+
+
+def test_drafts_change_no_answer(tiny: TinyVision) -> None:
+    """The prompt contains every token, so each token of the answer is followed by drafts."""
+    engine = ImageEngine(tiny.directory, speculation="ngram", max_len=512)
+    prompt, runs = prompt_with(tiny, 5, 4, 0)
+    prompt += range(PLACEHOLDER)
+    images = attach(engine, tiny, runs, range(2))
+    number = engine.add(prompt, images, max_tokens=NUM_TOKENS, logprobs=0)
+    engine.run()
+    assert engine.engine.stats().num_draft_tokens
+    expected = reference(tiny.model, prompt, NUM_TOKENS, **tiny.inputs(0, 1))
+    check(engine.logprobs(number), expected)
 
 
 def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> None:
@@ -209,9 +290,8 @@ def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
     before = 0
     for turn in range(10):
         if turn in (0, 3, 6):
-            image = engine.attach(tiny.tensors(turn), (len(history), tiny.num_rows))
-            images.append(image)
-            history += [PLACEHOLDER] * tiny.num_rows
+            images += attach(engine, tiny, [(len(history), tiny.num_rows(turn))], [turn])
+            history += [PLACEHOLDER] * tiny.num_rows(turn)
         history += text(4, turn)
         number = engine.add(history, images, max_tokens=2)
         engine.run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,7 +46,15 @@ class ImageEngine:
     num_encoded   number of images that were encoded
     """
 
-    def __init__(self, model: Path, *, token_budget: int = 512, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        token_budget: int = 512,
+        speculation: Literal["none", "ngram"] = "none",
+        **options: Any,
+    ) -> None:
+        """Build the engine and its worker. `options` are those of the worker."""
         sizes = {"kv_blocks": 129, "max_len": 256} | options
         worker = WorkerConfig(
             model=str(model),
@@ -62,17 +70,24 @@ class ImageEngine:
         assert assembled.tower is not None
         self.runner, self.tower = assembled.runner, assembled.tower
         self.card = assembled.ready.model
-        config = EngineConfig(worker=worker, steps_in_flight=1)
+        config = EngineConfig(
+            worker=worker, steps_in_flight=1, speculation=speculation, ngram_min=1
+        )
         self.engine: Engine = build_engine(
             assembled.ready, config, epoch="e", key=None, journal=None
         )
         self.num_encoded = 0
         self.outputs: dict[int, list[Output]] = {}
 
-    def attach(self, tensors: list[AttachedTensor], *runs: tuple[int, int]) -> Attachment:
+    def attach(
+        self,
+        tensors: list[AttachedTensor],
+        *runs: tuple[int, int],
+        grid: tuple[int, int, int] | None = None,
+    ) -> Attachment:
         digest = attachment_digest(tensors)
         self.engine.attach(digest, tensors, attached_bytes(tensors))
-        return Attachment(digest=digest, kind="image", runs=list(runs))
+        return Attachment(digest=digest, kind="image", runs=list(runs), grid=grid)
 
     def add(self, prompt: Sequence[int], images: list[Attachment], **params: Any) -> int:
         number = len(self.outputs) + 1
@@ -127,10 +142,14 @@ def reference(
     model: Any, prompt: Sequence[int], num_tokens: int, **tensors: torch.Tensor
 ) -> list[tuple[int, float]]:
     """Return the likeliest tokens that transformers' model continues the prompt with, and their
-    logprobs."""
+    logprobs. Classes whose positions depend on images need to know which tokens are those of
+    images."""
     ids, found = list(prompt), []
+    types = torch.tensor([[token == model.config.image_token_id for token in prompt]]).long()
     with torch.inference_mode():
-        for _ in range(num_tokens):
+        for number in range(num_tokens):
+            if "image_grid_thw" in tensors:
+                tensors["mm_token_type_ids"] = torch.nn.functional.pad(types, (0, number))
             logits = model(input_ids=torch.tensor([ids]), **tensors).logits[0, -1]
             logprobs = logits.float().log_softmax(-1)
             found.append((int(logprobs.argmax()), float(logprobs.max())))

@@ -41,6 +41,9 @@ class AttentionBatch:
     #: CPU.
     device_row_starts: Tensor | None = None
     device_context_lens: Tensor | None = None
+    #: [AXES, T] int64: the rotary positions (slots/rope_positions.py). None: they are `positions`
+    #: in all axes.
+    rope_positions: Tensor | None = None
 
     def for_entry(self, entry: int) -> AttentionBatch:
         """Return the batch for layers whose K/V is in entry `entry` of a block table's columns

@@ -159,7 +159,7 @@ class ServedImages:
     @property
     def num_bytes(self) -> int:
         """The size of the rows that are kept."""
-        return 0 if self.tower is None else FLOAT_BYTES * self.tower.hidden * self.num_rows
+        return 0 if self.tower is None else FLOAT_BYTES * self.tower.row_items * self.num_rows
 
 
 def _load_images(
@@ -170,9 +170,12 @@ def _load_images(
     support = image_support(path, device=device.type, world_size=config.world_size)
     if support is None or support.reason or not isinstance(loaded.spec, ModelSpec):
         return ServedImages(support)
+    if support.needs_grid and not loaded.spec.has_rope_axes:
+        reason = "its config.json has no mrope_section that fits its heads"
+        return ServedImages(msgspec.structs.replace(support, reason=reason))
     with timing("load the image encoder"):
         tower = ImageTower.load(path, loaded.spec.hidden)
-    num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.hidden)
+    num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.row_items)
     log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
     return ServedImages(msgspec.structs.replace(support, max_tokens=num_rows), tower, num_rows)
 

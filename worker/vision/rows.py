@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -19,15 +20,37 @@ class StepImages:
 
     index   [T] int64: which of `rows` the token reads; -1: its embedding
     rows    [K, hidden] float32
+    added   [num_added, K, hidden] float32: what the first layers add at the end to the hidden
+            states of these tokens (DeepStack)
     """
 
     index: Tensor
     rows: Tensor
+    added: Tensor
+
+    @classmethod
+    def of(cls, index: Tensor, kept: Tensor) -> Self:
+        """Return the rows of `kept` [K, 1 + num_added, hidden], as `ImageTower.encode` makes
+        them."""
+        return cls(index, kept[:, 0].contiguous(), kept[:, 1:].transpose(0, 1).contiguous())
+
+    @property
+    def num_added(self) -> int:
+        return len(self.added)
+
+    def rounded(self, dtype: torch.dtype) -> StepImages:
+        """Return rows with the precision of `dtype`."""
+        return StepImages(self.index, self.rows.to(dtype).float(), self.added.to(dtype).float())
 
     def put(self, x: Tensor) -> None:
         """Write the rows into the embeddings x [T, hidden]."""
         places = (self.index >= 0).nonzero()[:, 0]
         x[places] = self.rows[self.index[places]].to(x.dtype)
+
+    def add(self, x: Tensor, layer: int) -> None:
+        """Add what is added after layer `layer` to its result x [T, hidden]."""
+        places = (self.index >= 0).nonzero()[:, 0]
+        x[places] += self.added[layer, self.index[places]].to(x.dtype)
 
 
 def step_images(
@@ -36,7 +59,7 @@ def step_images(
     """Return the rows of images that the step's positions need; None if they need none.
 
     images   slot -> the images of its request
-    kept     digest -> rows
+    kept     digest -> rows, as `ImageTower.encode` makes them
 
     Raises ValueError if the rows of an image are missing.
     """
@@ -62,4 +85,4 @@ def step_images(
                 at += length
     if index is None:
         return None
-    return StepImages(torch.from_numpy(index), torch.cat(parts))
+    return StepImages.of(torch.from_numpy(index), torch.cat(parts))
