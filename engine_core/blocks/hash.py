@@ -117,7 +117,9 @@ def extend_hashes(
 
 def _image_parts(images: Sequence[Attachment], start: int, end: int) -> Iterator[bytes]:
     """Yield a description of each run of an image's rows at the positions from `start` to `end`: a
-    mark, the image, the first row, the first position after `start`, and the number of rows.
+    mark, the image, the first row, the first position after `start`, the number of rows, and that
+    of the rows that follow in later blocks. In some models the K/V of all rows of a run depends on
+    the last ones.
 
     A full block's tokens have a fixed length, so the hash of a block without images has no such
     description at its end. Descriptions have a fixed length, too.
@@ -129,6 +131,6 @@ def _image_parts(images: Sequence[Attachment], start: int, end: int) -> Iterator
         for first, count in image.runs:
             low, high = max(first, start), min(first + count, end)
             if low < high:
-                numbers = (row + low - first, low - start, high - low)
-                yield b"image" + bytes.fromhex(image.digest) + pack("<3I", *numbers)
+                numbers = (row + low - first, low - start, high - low, first + count - high)
+                yield b"image" + bytes.fromhex(image.digest) + pack("<4I", *numbers)
             row += count
