@@ -23,7 +23,21 @@ ARCHITECTURES = {
     "Idefics3ForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Gemma3ForConditionalGeneration": "gemma3_text",
 }
+"""Architecture -> `model_type` of the text part."""
+WHOLE_RUNS = {"Gemma3ForConditionalGeneration": "token_type_ids"}
+"""Architecture whose images are computed as a whole -> the argument with which transformers' model
+does so."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {
+        "whole": {"mm_tokens_per_image": 16, "vision_config": {"image_size": 56}},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 12,  # less than an image
+    },
+}
+"""Architecture -> keys of the config, as in `random_wrapper`."""
+MAX_SLOTS = 4
 PLACEHOLDER = VOCAB - 1
 NUM_TOKENS = 5
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -34,6 +48,9 @@ def image_inputs(architecture: str, seed: int) -> Arrays:
     pixels = np.random.default_rng(seed).normal(size=(1, 3, 3, 28, 28)).astype(np.float32)
     if architecture.startswith("LlavaOnevision"):
         return {"pixel_values": pixels, "image_sizes": np.array([[28, 56]], np.int64)}
+    if architecture.startswith("Gemma3"):
+        square = np.random.default_rng(seed).normal(size=(1, 3, 56, 56)).astype(np.float32)
+        return {"pixel_values": square}
     if architecture.startswith("Mistral3"):
         wide = np.random.default_rng(seed).normal(size=(1, 3, 56, 84)).astype(np.float32)
         return {"pixel_values": wide, "image_sizes": np.array([[56, 84]], np.int64)}
@@ -61,19 +78,30 @@ class TinyVision:
             for name in each[0]
         }
 
+    @property
+    def types(self) -> str:
+        return WHOLE_RUNS.get(self.architecture, "")
+
+    def budget(self, number: int) -> int:
+        """Return a token budget, the smallest of all for number 4."""
+        return number + self.num_rows + MAX_SLOTS - 1 - 4 if self.types else number
+
     def tensors(self, seed: int) -> list[AttachedTensor]:
         return attached(image_inputs(self.architecture, seed))
 
 
 @lru_cache
 def family(architecture: str, directory: Path) -> TinyVision:
-    model = random_wrapper(architecture, ARCHITECTURES[architecture])
+    changes = CHANGES.get(architecture, {})
+    model = random_wrapper(architecture, ARCHITECTURES[architecture], **changes)
     if hasattr(model.config, "image_grid_pinpoints"):
         model.config.image_grid_pinpoints = [[28, 56], [56, 28]]
     made = model.model.get_image_features(
         **{name: torch.from_numpy(array) for name, array in image_inputs(architecture, 0).items()}
     )
     rows = made.pooler_output
+    if isinstance(rows, torch.Tensor):
+        rows = [rows]
     num_rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in rows)
     return TinyVision(architecture, model, write_wrapper(directory, model), num_rows)
 
@@ -96,6 +124,8 @@ def text(count: int, seed: int) -> list[int]:
 def prompt_with(tiny: TinyVision, *lengths: int) -> tuple[list[int], list[tuple[int, int]]]:
     """Return a prompt with an image between each two texts of these lengths, and its runs."""
     prompt, runs = text(lengths[0], 1), []
+    if tiny.types:  # adjacent images are one to transformers' model
+        lengths = (lengths[0], *(max(length, 1) for length in lengths[1:]))
     for number, length in enumerate(lengths[1:]):
         runs.append((len(prompt), tiny.num_rows))
         prompt += [PLACEHOLDER] * tiny.num_rows + text(length, 2 + number)
@@ -137,15 +167,15 @@ def answer_of(
     """Return the answer of transformers' model."""
     prompt, runs = prompt_with(tiny, *lengths)
     inputs = tiny.inputs(*range(first, first + len(runs)))
-    return reference(tiny.model, prompt, num_tokens, **inputs)
+    return reference(tiny.model, prompt, num_tokens, tiny.types, **inputs)
 
 
 @pytest.mark.parametrize("budget", [4, 5, 6, 7, 512])
 def test_an_answer_is_that_of_transformers_wherever_chunks_end(
     tiny: TinyVision, budget: int
 ) -> None:
-    """With these budgets, a chunk ends at each position of an image."""
-    engine = ImageEngine(tiny.directory, token_budget=budget)
+    """With these budgets, a chunk ends at each position of an image if it may."""
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(budget))
     for lengths in LENGTHS if budget == 512 else LENGTHS[2:3]:
         number = ask(engine, tiny, *lengths)
         engine.run()
@@ -153,7 +183,7 @@ def test_an_answer_is_that_of_transformers_wherever_chunks_end(
 
 
 def test_texts_and_images_are_computed_in_one_batch(tiny: TinyVision) -> None:
-    engine = ImageEngine(tiny.directory, token_budget=11)
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(11))
     words = text(20, 9)
     asked = [ask(engine, tiny, *LENGTHS[2]), ask(engine, tiny, *LENGTHS[1], first=7)]
     plain = engine.add(words, [], max_tokens=NUM_TOKENS, logprobs=0)
@@ -164,7 +194,7 @@ def test_texts_and_images_are_computed_in_one_batch(tiny: TinyVision) -> None:
 
 
 def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: TinyVision) -> None:
-    engine = ImageEngine(tiny.directory, token_budget=9)
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(9))
     fresh = ask(engine, tiny, *LENGTHS[2])
     engine.run()
     cached = [ask(engine, tiny, *LENGTHS[2]) for _ in range(2)]
@@ -184,13 +214,26 @@ def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: TinyVisio
 def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
     """There are blocks for the prompts of two requests, but not for their answers."""
     num_blocks = -(-len(prompt_with(tiny, *LENGTHS[2])[0]) // 8)
-    engine = ImageEngine(tiny.directory, kv_blocks=1 + 2 * num_blocks, max_len=8 * num_blocks + 8)
+    room = 20 if tiny.types else 2 * num_blocks  # with a window, there are two blocks in a column
+    engine = ImageEngine(tiny.directory, kv_blocks=1 + room, max_len=8 * num_blocks + 8)
     numbers = [ask(engine, tiny, *LENGTHS[2], first=3 * each, num_tokens=9) for each in range(3)]
     engine.run()
     assert engine.engine.stats().num_preemptions
     for each, number in enumerate(numbers):
         expected = answer_of(tiny, *LENGTHS[2], first=3 * each, num_tokens=9)
         check(engine.logprobs(number), expected)
+
+
+@pytest.mark.parametrize("architecture", WHOLE_RUNS)
+def test_torch_computes_images_as_a_whole(
+    architecture: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tiny = family(architecture, tmp_path_factory.getbasetemp() / architecture)
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(6), kernels="torch")
+    asked = [ask(engine, tiny, *LENGTHS[2]), ask(engine, tiny, *LENGTHS[1], first=7)]
+    engine.run()
+    check(engine.logprobs(asked[0]), answer_of(tiny, *LENGTHS[2]))
+    check(engine.logprobs(asked[1]), answer_of(tiny, *LENGTHS[1], first=7))
 
 
 def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> None:
@@ -202,7 +245,8 @@ def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> Non
 
 
 def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
-    """Ten turns with three images recompute less than a block for each turn."""
+    """Ten turns with three images recompute less than a block for each turn, and an image that
+    ends in it if that is computed as a whole."""
     engine = ImageEngine(tiny.directory)
     history: list[int] = []
     images: list[Attachment] = []
@@ -217,7 +261,7 @@ def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
         engine.run()
         usage = engine.outputs[number][-1].usage
         assert usage is not None
-        assert usage.cached_tokens > before - 8
+        assert usage.cached_tokens > before - 8 - bool(tiny.types) * (tiny.num_rows + 8)
         before = len(history)
         history += engine.tokens(number)
     assert engine.num_encoded == engine.engine.images.num_encoded == 3

@@ -14,9 +14,10 @@ IMAGE_TOKENS = {
     "smolvlm": "image_token_id",
     "llava_onevision": "image_token_index",
     "mistral3": "image_token_index",
+    "gemma3": "image_token_index",
 }
 """`model_type` -> the key of config.json with the id of the placeholder. In these families the
-positions are those in the prompt, and a position of an image sees only those before it."""
+positions are those in the prompt."""
 OTHER_KEYS = ("image_token_index", "image_token_id")
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 NEEDED = ("transformers", "PIL")
@@ -40,6 +41,12 @@ def image_support(path: Path, *, device: str, world_size: int) -> ImageSupport |
         files={name: (path / name).read_bytes() for name in FILES if (path / name).is_file()},
         reason=_reason(device, world_size),
     )
+
+
+def longest_run(path: Path) -> int:
+    """Return the most tokens of an image whose tokens see each other."""
+    found = read_json(path / "config.json").get("mm_tokens_per_image")
+    return found if isinstance(found, int) else 256
 
 
 def _reason(device: str, world_size: int) -> str:
