@@ -139,18 +139,21 @@ class ImageEngine:
 
 
 def reference(
-    model: Any, prompt: Sequence[int], num_tokens: int, **tensors: torch.Tensor
+    model: Any, prompt: Sequence[int], num_tokens: int, types: str = "", /, **tensors: torch.Tensor
 ) -> list[tuple[int, float]]:
     """Return the likeliest tokens that transformers' model continues the prompt with, and their
-    logprobs. Classes whose positions depend on images need to know which tokens are those of
-    images."""
+    logprobs.
+
+    types   the argument of the model that says which tokens are those of an image; "": none
+    """
+    placeholder = model.config.image_token_id if types else -1
     ids, found = list(prompt), []
-    types = torch.tensor([[token == model.config.image_token_id for token in prompt]]).long()
     with torch.inference_mode():
-        for number in range(num_tokens):
-            if "image_grid_thw" in tensors:
-                tensors["mm_token_type_ids"] = torch.nn.functional.pad(types, (0, number))
-            logits = model(input_ids=torch.tensor([ids]), **tensors).logits[0, -1]
+        for _ in range(num_tokens):
+            inputs = torch.tensor([ids])
+            if types:
+                tensors[types] = (inputs == placeholder).long()
+            logits = model(input_ids=inputs, **tensors).logits[0, -1]
             logprobs = logits.float().log_softmax(-1)
             found.append((int(logprobs.argmax()), float(logprobs.max())))
             ids.append(found[-1][0])

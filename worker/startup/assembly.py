@@ -47,7 +47,7 @@ from worker.spec.architectures import (
 )
 from worker.spec.kv_blocks import check_chunks
 from worker.spec.model_spec import ModelSpec
-from worker.spec.step_limits import StepLimits, step_limits
+from worker.spec.step_limits import StepLimits, step_limits, with_whole_runs
 from worker.startup.attention_needs import attention_needs
 from worker.startup.check_device import unused_gpu
 from worker.startup.encoding import (
@@ -65,7 +65,7 @@ from worker.startup.warm_up import warm_up
 from worker.step.decode_fast_path import PlainDecode
 from worker.step.decode_graph import CudaGraphs
 from worker.step.runner import Runner
-from worker.vision.support import image_support
+from worker.vision.support import image_support, longest_run
 from worker.vision.tower import ImageTower
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def assemble(
     attentions_of = partial(_attentions, config, dtype, device)
     if not loaded.card.generates:
         return assemble_vectors(config, timing, loaded, attentions_of([loaded])[0], dtype, device)
-    images = _load_images(config, loaded, device, timing)
+    images, limits = _load_images(config, loaded, limits, device, timing)
     adapters, infos = load_adapters(config, loaded.spec, dtype, device, timing)
     with timing("reserve memory"):
         limits = _fitting_limits(config, loaded, limits, device)
@@ -163,21 +163,44 @@ class ServedImages:
 
 
 def _load_images(
-    config: WorkerConfig, loaded: LoadedModel, device: torch.device, timing: StartupTiming
-) -> ServedImages:
-    """Load the encoder of the model's images, if there is one."""
-    path = Path(config.model)
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    limits: StepLimits,
+    device: torch.device,
+    timing: StartupTiming,
+) -> tuple[ServedImages, StepLimits]:
+    """Load the encoder of the model's images, if there is one. Return the images, and limits whose
+    steps have room for an image if that is computed as a whole."""
+    path, spec = Path(config.model), loaded.spec
     support = image_support(path, device=device.type, world_size=config.world_size)
-    if support is None or support.reason or not isinstance(loaded.spec, ModelSpec):
-        return ServedImages(support)
-    if support.needs_grid and not loaded.spec.has_rope_axes:
+    if support is None or support.reason or not isinstance(spec, ModelSpec):
+        return ServedImages(support), limits
+    if support.needs_grid and not spec.has_rope_axes:
         reason = "its config.json has no mrope_section that fits its heads"
-        return ServedImages(msgspec.structs.replace(support, reason=reason))
+        return ServedImages(msgspec.structs.replace(support, reason=reason)), limits
+    if spec.sees_whole_runs:
+        longest = longest_run(path)
+        roomy = with_whole_runs(limits, config, longest)
+        if roomy is None:
+            reason = (
+                f"an image of this model is computed in one step of {longest:,} tokens: serve with "
+                f"--token-budget {longest + limits.max_slots - 1}, or more"
+            )
+            return ServedImages(msgspec.structs.replace(support, reason=reason)), limits
+        if roomy.token_budget > limits.token_budget:
+            log.info(
+                "a step has up to %d tokens, because it computes an image as a whole",
+                roomy.token_budget,
+            )
+        limits = roomy
     with timing("load the image encoder"):
-        tower = ImageTower.load(path, loaded.spec.hidden)
+        tower = ImageTower.load(path, spec.hidden)
     num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.row_items)
     log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
-    return ServedImages(msgspec.structs.replace(support, max_tokens=num_rows), tower, num_rows)
+    support = msgspec.structs.replace(
+        support, max_tokens=num_rows, sees_whole_runs=spec.sees_whole_runs
+    )
+    return ServedImages(support, tower, num_rows), limits
 
 
 def _card(config: WorkerConfig, loaded: LoadedModel, images: ServedImages) -> ModelCard:
