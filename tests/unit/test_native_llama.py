@@ -183,18 +183,26 @@ def test_a_model_that_the_kernels_do_not_support_runs_on_torch(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("activations", "dtype", "kernels", "rounds"),
+    ("activations", "dtype", "rounds_floats", "kernels", "rounds"),
     [
-        ("auto", torch.bfloat16, "avx2", True),
-        ("auto", torch.bfloat16, "generic", False),
-        ("auto", torch.float32, "avx2", False),
-        ("int8", torch.bfloat16, "generic", True),
-        ("int8", torch.float32, "avx2", True),
-        ("bfloat16", torch.bfloat16, "avx2", False),
+        ("auto", torch.bfloat16, False, "avx2", True),
+        ("auto", torch.bfloat16, False, "generic", False),
+        ("auto", torch.float32, False, "avx2", False),
+        ("auto", torch.float32, True, "avx2", True),
+        ("auto", torch.float32, True, "generic", False),
+        ("int8", torch.bfloat16, False, "generic", True),
+        ("int8", torch.float32, False, "avx2", True),
+        ("bfloat16", torch.bfloat16, False, "avx2", False),
+        ("bfloat16", torch.float32, True, "avx2", False),
     ],
 )
-def test_inputs_are_rounded_on_request_or_if_integers_are_faster_than_bfloat16(
-    tmp_path: Path, activations: Activations, dtype: torch.dtype, kernels: KernelSet, rounds: bool
+def test_inputs_are_rounded_on_request_or_if_integers_are_faster(
+    tmp_path: Path,
+    activations: Activations,
+    dtype: torch.dtype,
+    rounds_floats: bool,
+    kernels: KernelSet,
+    rounds: bool,
 ) -> None:
     small_model(tmp_path, "Q4_1", dtype)
     loaded = load_model(
@@ -203,6 +211,7 @@ def test_inputs_are_rounded_on_request_or_if_integers_are_faster_than_bfloat16(
         device=CPU,
         kernels=native_kernels(kernels),
         activations=activations,
+        rounds_floats=rounds_floats,
     )
     assert isinstance(loaded.model, DecoderModel)
     weights = loaded.model.weights

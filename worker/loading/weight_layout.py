@@ -22,6 +22,7 @@ from worker.kernels import packed, prepacked
 from worker.kernels.base import Kernels
 from worker.kernels.library import VERSION
 from worker.kernels.native import NativeKernels
+from worker.kernels.number_types import FASTEST
 from worker.kernels.packed import PackedEmbedding, PackedHeads, PackedLinear, PackedMatrix
 from worker.kernels.reference import TorchKernels
 from worker.kv.budget import FREE_SHARE
@@ -40,8 +41,6 @@ from worker.spec.recurrent import GatedDeltaSpec
 
 log = logging.getLogger(__name__)
 
-SLOW_WITH_INTEGERS = "generic"
-"""The instruction set whose products of integers take longer than those of floats."""
 QUANTISED = frozenset(sizes.BLOCK_FORMATS.values())
 LEAST_WEIGHTS = 1 << 20
 """Layers with fewer weights are not measured: they gain nothing from dense copies, and their
@@ -61,7 +60,12 @@ def fitting(kernels: Kernels, spec: ModelSpec) -> Kernels:
 
 
 def layout(
-    kernels: Kernels, form: WeightForm, dtype: torch.dtype, activations: Activations = "auto"
+    kernels: Kernels,
+    form: WeightForm,
+    dtype: torch.dtype,
+    activations: Activations = "auto",
+    *,
+    rounds_floats: bool = False,
 ) -> WeightLayout:
     """Return the weight layout for the options `form` and `activations` and a model of dtype
     `dtype`.
@@ -71,13 +75,14 @@ def layout(
     - "auto" with compiled kernels: packed weights.
     - "both" with compiled kernels: packed weights, to which `settle` may add dense copies.
 
-    With activations "int8", quantised weights round their inputs. "auto" does so in bfloat16 if
-    the kernels multiply integers faster (docs/contribute/performance.md). Raises UnusableModel if
-    activations are "int8" and the weights are dense.
+    With activations "int8", quantised weights round their inputs. "auto" does so if the kernels
+    multiply integers faster (number_types.py), in float32 only with `rounds_floats`. Raises
+    UnusableModel if activations are "int8" and the weights are dense.
     """
     if isinstance(kernels, NativeKernels) and form != "dense":
-        is_faster = dtype == torch.bfloat16 and kernels.name != SLOW_WITH_INTEGERS
-        rounds = activations == "int8" or (activations == "auto" and is_faster)
+        may_round = dtype == torch.bfloat16 or rounds_floats
+        is_faster = FASTEST[kernels.name].multiplies_integers
+        rounds = activations == "int8" or (activations == "auto" and may_round and is_faster)
         return PackedLayout(kernels, dtype, may_copy=form == "both", rounds_inputs=rounds)
     if form == "packed":
         raise UnusableModel("packed weights need compiled kernels that fit the model")

@@ -30,6 +30,7 @@ from worker.device.timing import StartupTiming
 from worker.errors import UnusableModel
 from worker.kernels.base import Kernels
 from worker.kernels.fastest import fastest
+from worker.kernels.number_types import NumberTypes, number_types
 from worker.kernels.select import ChooseKernels, select_kernels
 from worker.kv.budget import in_gib
 from worker.kv.cache import PagedCache
@@ -91,7 +92,8 @@ def assemble(
     if (header := encoder_header(Path(config.model))) is not None:
         return assemble_encoder(config, timing, header, device, on_tokenizer)
     cpu_flags = cpuinfo.cpu_flags()
-    dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
+    types = number_types(config, is_gpu=device.type != "cpu", cpu_flags=cpu_flags)
+    dtype: torch.dtype = getattr(torch, types.dtype)
     limits = step_limits(config, is_gpu=device.type != "cpu")
     choose = _chooser(config, dtype) if config.world_size == 1 else None  # equal on all ranks
     kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags, choose=choose)
@@ -99,7 +101,7 @@ def assemble(
     if config.world_size > 1:
         with timing("meet the other ranks"):
             group = _group(config, dtype, device, kernels)
-    loaded, draft, head = _load(config, timing, dtype, device, kernels, on_tokenizer, group)
+    loaded, draft, head = _load(config, timing, types, device, kernels, on_tokenizer, group)
     _check_caches(config, loaded, draft)
     attentions_of = partial(_attentions, config, dtype, device)
     if not loaded.card.generates:
@@ -118,7 +120,7 @@ def assemble(
         warm_up(parts.runner(memory.slots_of_one(device), caches), caches, memory.max_len)
     decode = None if group else _captured_decode(config, timing, parts, memory.slots, caches)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
-    _log_model(loaded, device, memory, limits)
+    _log_model(loaded, types, device, memory, limits)
     ready = WorkerReady(
         model=_card(config, loaded, images),
         max_len=memory.max_len,
@@ -219,14 +221,19 @@ def _device(config: WorkerConfig) -> torch.device:
 
 
 def _log_model(
-    loaded: LoadedModel, device: torch.device, memory: ReservedMemory, limits: StepLimits
+    loaded: LoadedModel,
+    types: NumberTypes,
+    device: torch.device,
+    memory: ReservedMemory,
+    limits: StepLimits,
 ) -> None:
     log.info(
-        "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d%s "
-        "max_len=%d%s",
+        "model %s dtype=%s rounded=%s (%s) device=%s kernels=%s weights=%d MiB threads=%d "
+        "blocks=%d%s max_len=%d%s",
         loaded.card.name,
         loaded.card.dtype,
         ",".join(loaded.rounded) or "none",
+        types.reason,
         device,
         loaded.model.kernels.name,
         loaded.card.weights_bytes >> 20,
@@ -304,7 +311,7 @@ def _chooser(config: WorkerConfig, dtype: torch.dtype) -> ChooseKernels | None:
 def _load(
     config: WorkerConfig,
     timing: StartupTiming,
-    dtype: torch.dtype,
+    types: NumberTypes,
     device: torch.device,
     kernels: Kernels,
     on_tokenizer: Callable[[TokenizerRead], object],
@@ -312,6 +319,7 @@ def _load(
 ) -> tuple[LoadedModel, LoadedModel | None, LoadedHead | None]:
     """Return the model, and its draft model or its head for drafts, if one is configured. Every
     rank of a group has a share of the model, and all of the draft model."""
+    dtype: torch.dtype = getattr(torch, types.dtype)
     load = partial(
         load_model,
         dtype=dtype,
@@ -319,7 +327,8 @@ def _load(
         kernels=kernels,
         weights=config.weights,
         activations=config.activations,
-        kv_dtype=config.kv_dtype,
+        rounds_floats=types.rounds_floats,
+        kv_dtype=types.kv_dtype,
         pooling=config.pooling,
         measurements=Path(config.measurements) if config.measurements else None,
     )
@@ -338,6 +347,7 @@ def _load(
                 device=device,
                 weights=config.weights,
                 activations=config.activations,
+                rounds_floats=types.rounds_floats,
             )
         return loaded, None, head
     if not config.draft_model:
