@@ -166,15 +166,18 @@ def _load_images(
     config: WorkerConfig, loaded: LoadedModel, device: torch.device, timing: StartupTiming
 ) -> ServedImages:
     """Load the encoder of the model's images, if there is one."""
-    path = Path(config.model)
+    path, spec = Path(config.model), loaded.spec
     support = image_support(path, device=device.type, world_size=config.world_size)
-    if support is None or support.reason or not isinstance(loaded.spec, ModelSpec):
+    if support is None or not isinstance(spec, ModelSpec):
         return ServedImages(support)
-    if support.needs_grid and not loaded.spec.has_rope_axes:
-        reason = "its config.json has no mrope_section that fits its heads"
-        return ServedImages(msgspec.structs.replace(support, reason=reason))
+    if not support.reason and support.needs_grid and not spec.has_rope_axes:
+        reason = "config.json of this model has no mrope_section that fits its heads"
+        support = msgspec.structs.replace(support, reason=reason)
+    if support.reason:
+        log.info("requests with images are refused: %s", support.reason)
+        return ServedImages(support)
     with timing("load the image encoder"):
-        tower = ImageTower.load(path, loaded.spec.hidden)
+        tower = ImageTower.load(path, spec.hidden)
     num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.row_items)
     log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
     return ServedImages(msgspec.structs.replace(support, max_tokens=num_rows), tower, num_rows)
