@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import AttachedTensor, Attachment, attachment_digest
 from tests.support.checkpoints import VOCAB
 from tests.support.eager import some_tokens
 from tests.support.image_engine import ImageEngine, attached, reference
 from tests.support.wrapper_models import random_wrapper, write_wrapper
 from worker.device import device
+from worker.device.timing import StartupTiming
+from worker.startup.assembly import assemble
 
 ARCHITECTURES = {
     "SmolVLMForConditionalGeneration": "llama",
@@ -34,6 +37,12 @@ ARCHITECTURES = {
 """Architecture -> `model_type` of its text part."""
 WHOLE_RUNS = {"Gemma3ForConditionalGeneration"}
 """Architectures whose images are computed as a whole."""
+ALIKE = [
+    "Qwen2VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+]
+"""Those made of the parts of others, for which one test is enough."""
 HALF_TURNED = {
     "rope_parameters": {
         "rope_type": "default",
@@ -160,7 +169,7 @@ def one_process_assembles_several_workers(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device, "set_threads", lambda threads: None)
 
 
-@pytest.fixture(params=ARCHITECTURES, scope="module")
+@pytest.fixture(params=[name for name in ARCHITECTURES if name not in ALIKE], scope="module")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
     return family(request.param, tmp_path_factory.getbasetemp() / request.param)
 
@@ -236,6 +245,18 @@ def test_an_answer_is_that_of_transformers_wherever_chunks_end(
         number = ask(engine, tiny, *lengths)
         engine.run()
         check(engine.logprobs(number), answer_of(tiny, *lengths))
+
+
+@pytest.mark.parametrize("architecture", ALIKE)
+def test_a_family_of_known_parts_gives_the_answers_of_transformers(
+    architecture: str, tmp_path: Path
+) -> None:
+    alike = family(architecture, tmp_path)
+    engine = ImageEngine(alike.directory, token_budget=7)
+    numbers = [ask(engine, alike, *LENGTHS[2], first=first) for first in (0, 2)]
+    engine.run()
+    for number, first in zip(numbers, (0, 2), strict=True):
+        check(engine.logprobs(number), answer_of(alike, *LENGTHS[2], first=first))
 
 
 def test_torch_gives_the_answers_of_the_compiled_kernels(tmp_path: Path) -> None:
@@ -344,6 +365,16 @@ def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
         before = len(history)
         history += engine.tokens(number)
     assert engine.num_encoded == engine.engine.images.num_encoded == 3
+
+
+def test_images_are_refused_without_the_sections_of_their_axes(tmp_path: Path) -> None:
+    model = random_wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text")
+    assert "mrope_section" not in model.config.text_config.rope_parameters
+    config = WorkerConfig(model=str(write_wrapper(tmp_path, model)), kv_blocks=9)
+    assembled = assemble(config, StartupTiming())
+    assert assembled.tower is None
+    assert assembled.ready.model.images is not None
+    assert "no mrope_section" in assembled.ready.model.images.reason
 
 
 def test_an_image_that_does_not_fit_the_encoder_ends_its_request(tiny: TinyVision) -> None:

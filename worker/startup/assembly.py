@@ -175,12 +175,12 @@ def _load_images(
     steps have room for an image if that is computed as a whole."""
     path, spec = Path(config.model), loaded.spec
     support = image_support(path, device=device.type, world_size=config.world_size)
-    if support is None or support.reason or not isinstance(spec, ModelSpec):
+    if support is None or not isinstance(spec, ModelSpec):
         return ServedImages(support), limits
-    if support.needs_grid and not spec.has_rope_axes:
-        reason = "its config.json has no mrope_section that fits its heads"
-        return ServedImages(msgspec.structs.replace(support, reason=reason)), limits
-    if spec.sees_whole_runs:
+    reason = support.reason
+    if not reason and support.needs_grid and not spec.has_rope_axes:
+        reason = "config.json of this model has no mrope_section that fits its heads"
+    if not reason and spec.sees_whole_runs:
         longest = longest_run(path)
         roomy = with_whole_runs(limits, config, longest)
         if roomy is None:
@@ -188,13 +188,15 @@ def _load_images(
                 f"an image of this model is computed in one step of {longest:,} tokens: serve with "
                 f"--token-budget {longest + limits.max_slots - 1}, or more"
             )
-            return ServedImages(msgspec.structs.replace(support, reason=reason)), limits
-        if roomy.token_budget > limits.token_budget:
+        elif roomy.token_budget > limits.token_budget:
+            limits = roomy
             log.info(
                 "a step has up to %d tokens, because it computes an image as a whole",
                 roomy.token_budget,
             )
-        limits = roomy
+    if reason:
+        log.info("requests with images are refused: %s", reason)
+        return ServedImages(msgspec.structs.replace(support, reason=reason)), limits
     with timing("load the image encoder"):
         tower = ImageTower.load(path, spec.hidden)
     num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.row_items)
