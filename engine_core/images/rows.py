@@ -129,11 +129,12 @@ class ImageRows:
 
 def _needed(requests: Iterable[Request]) -> dict[str, int]:
     """Return digest -> number of rows of the images that the requests need, in their order.
-    Requests that have ended in flight need none."""
+    Requests that have ended in flight need none. Neither do those whose K/V is being fetched: it
+    covers the images, unless the fetch fails."""
     return {
         image.digest: image.num_tokens
         for request in requests
-        if request.phase is not RequestPhase.FINISHED
+        if request.phase not in (RequestPhase.FINISHED, RequestPhase.FETCHING)
         for image in request.images
         if image.end > request.num_scheduled
     }

@@ -223,6 +223,38 @@ def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
     assert engine.num_encoded == engine.engine.images.num_encoded == 3
 
 
+@pytest.fixture(scope="module")
+def smol(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
+    name = "SmolVLMForConditionalGeneration"
+    return family(name, tmp_path_factory.getbasetemp() / name)
+
+
+def test_the_choices_of_a_prompt_share_the_rows_of_its_image(smol: TinyVision) -> None:
+    engine = ImageEngine(smol.directory)
+    numbers = [ask(engine, smol, 5, 6) for _ in range(2)]
+    engine.run()
+    for number in numbers:
+        check(engine.logprobs(number), answer_of(smol, 5, 6))
+    assert engine.num_encoded == 1
+
+
+def test_drafts_do_not_change_an_answer_about_an_image(smol: TinyVision) -> None:
+    """Few tokens are allowed, so that drafts are often right."""
+    few = {"logit_bias": dict.fromkeys((3, 4), 50.0), "max_tokens": 40, "logprobs": 0}
+    prompt, runs = prompt_with(smol, 5, 6)
+    answers = []
+    for options in ({}, {"speculation": "ngram", "ngram_min": 1}):
+        engine = ImageEngine(smol.directory, engine=options)
+        number = engine.add(prompt, attach(engine, smol, runs, [0]), **few)
+        engine.run()
+        answers.append(engine.logprobs(number))
+    check(answers[1], answers[0])
+    assert len({token for token, _ in answers[0]}) == 2
+    usage = engine.outputs[number][-1].usage
+    assert usage is not None
+    assert 0 < usage.accepted_tokens < usage.draft_tokens
+
+
 def test_an_image_that_does_not_fit_the_encoder_ends_its_request(tiny: TinyVision) -> None:
     engine = ImageEngine(tiny.directory)
     (first, count) = prompt_with(tiny, 5, 6)[1][0]

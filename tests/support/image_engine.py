@@ -43,10 +43,19 @@ def attached(tensors: dict[str, np.ndarray[Any, Any]]) -> list[AttachedTensor]:
 class ImageEngine:
     """Generates answers to prompts with images.
 
-    num_encoded   number of images that were encoded
+    options      of the worker
+    engine       further options of the engine
+    num_encoded  number of images that were encoded
     """
 
-    def __init__(self, model: Path, *, token_budget: int = 512, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        token_budget: int = 512,
+        engine: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         sizes = {"kv_blocks": 129, "max_len": 256} | options
         worker = WorkerConfig(
             model=str(model),
@@ -62,7 +71,7 @@ class ImageEngine:
         assert assembled.tower is not None
         self.runner, self.tower = assembled.runner, assembled.tower
         self.card = assembled.ready.model
-        config = EngineConfig(worker=worker, steps_in_flight=1)
+        config = EngineConfig(worker=worker, steps_in_flight=1, **(engine or {}))
         self.engine: Engine = build_engine(
             assembled.ready, config, epoch="e", key=None, journal=None
         )
