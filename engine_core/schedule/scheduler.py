@@ -174,6 +174,7 @@ class Scheduler:
             self.tables.plan_passed(step)
         if self._images.content.users:
             self._images.encode_next([*self.running, *self.unbound])
+            self._images.note_waits(self.running)
         prompts = chain(prefills, step.admitted) if prefills or step.admitted else ()
         left = sum([request.num_uncomputed for request in prompts])
         self.num_prefill_tokens = max(0, left - sum([count for _, count in step.chunks]))

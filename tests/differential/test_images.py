@@ -314,7 +314,9 @@ def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
 
 def test_drafts_change_no_answer(tiny: TinyVision) -> None:
     """The prompt contains every token, so each token of the answer is followed by drafts."""
-    engine = ImageEngine(tiny.directory, speculation="ngram", max_len=512)
+    engine = ImageEngine(
+        tiny.directory, engine={"speculation": "ngram", "ngram_min": 1}, max_len=512
+    )
     prompt, runs = prompt_with(tiny, 5, 4, 0)
     prompt += range(PLACEHOLDER)
     images = attach(engine, tiny, runs, range(2))
@@ -375,6 +377,38 @@ def test_images_are_refused_without_the_sections_of_their_axes(tmp_path: Path) -
     assert assembled.tower is None
     assert assembled.ready.model.images is not None
     assert "no mrope_section" in assembled.ready.model.images.reason
+
+
+@pytest.fixture(scope="module")
+def smol(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
+    name = "SmolVLMForConditionalGeneration"
+    return family(name, tmp_path_factory.getbasetemp() / name)
+
+
+def test_the_choices_of_a_prompt_share_the_rows_of_its_image(smol: TinyVision) -> None:
+    engine = ImageEngine(smol.directory)
+    numbers = [ask(engine, smol, 5, 6) for _ in range(2)]
+    engine.run()
+    for number in numbers:
+        check(engine.logprobs(number), answer_of(smol, 5, 6))
+    assert engine.num_encoded == 1
+
+
+def test_drafts_do_not_change_an_answer_about_an_image(smol: TinyVision) -> None:
+    """Few tokens are allowed, so that drafts are often right."""
+    few = {"logit_bias": dict.fromkeys((3, 4), 50.0), "max_tokens": 40, "logprobs": 0}
+    prompt, runs = prompt_with(smol, 5, 6)
+    answers = []
+    for options in ({}, {"speculation": "ngram", "ngram_min": 1}):
+        engine = ImageEngine(smol.directory, engine=options)
+        number = engine.add(prompt, attach(engine, smol, runs, [0]), **few)
+        engine.run()
+        answers.append(engine.logprobs(number))
+    check(answers[1], answers[0])
+    assert len({token for token, _ in answers[0]}) == 2
+    usage = engine.outputs[number][-1].usage
+    assert usage is not None
+    assert 0 < usage.accepted_tokens < usage.draft_tokens
 
 
 def test_an_image_that_does_not_fit_the_encoder_ends_its_request(tiny: TinyVision) -> None:

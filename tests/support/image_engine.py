@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +43,9 @@ def attached(tensors: dict[str, np.ndarray[Any, Any]]) -> list[AttachedTensor]:
 class ImageEngine:
     """Generates answers to prompts with images.
 
-    num_encoded   number of images that were encoded
+    options      of the worker
+    engine       further options of the engine
+    num_encoded  number of images that were encoded
     """
 
     def __init__(
@@ -51,10 +53,14 @@ class ImageEngine:
         model: Path,
         *,
         token_budget: int = 512,
-        speculation: Literal["none", "ngram"] = "none",
+        engine: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Build the engine and its worker. `options` are those of the worker."""
+        """Build the engine and its worker.
+
+        engine    options of the engine
+        options   those of the worker
+        """
         sizes = {"kv_blocks": 129, "max_len": 256} | options
         worker = WorkerConfig(
             model=str(model),
@@ -70,9 +76,7 @@ class ImageEngine:
         assert assembled.tower is not None
         self.runner, self.tower = assembled.runner, assembled.tower
         self.card = assembled.ready.model
-        config = EngineConfig(
-            worker=worker, steps_in_flight=1, speculation=speculation, ngram_min=1
-        )
+        config = EngineConfig(worker=worker, steps_in_flight=1, **(engine or {}))
         self.engine: Engine = build_engine(
             assembled.ready, config, epoch="e", key=None, journal=None
         )

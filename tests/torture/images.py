@@ -31,6 +31,8 @@ CHAT = "/v1/chat/completions"
 LOCAL_HOSTS = ("169.254.169.254", "127.0.0.1", "localhost")
 """Hosts from which the server may load images, as an operator might write them by mistake."""
 ROOM = BODY_BYTES - 4096
+KEPT_MIB = 32
+"""Memory of the server for preprocessed images, much less than a gateway process may gain."""
 _numbers = itertools.count()
 
 
@@ -104,7 +106,7 @@ IMAGE_ATTACKS: dict[str, Attack] = {
     "another port": of_url("http://localhost:22/a.png", NOT_ALLOWED),
     "another host": of_url("https://example.com/a.png", NOT_ALLOWED),
     "a file": of_url("file:///etc/passwd", "must be a data: URL"),
-    "a long URL": of_url(f"http://{'x' * (ROOM - 99)}/", NOT_ALLOWED),
+    "a long URL": of_url(f"http://{'x' * (ROOM - 99)}/", "more than 8,192 characters"),
 }
 
 
@@ -113,7 +115,8 @@ def make_target(folder: Path) -> AttackTarget:
     from tests.support.image_checkpoint import write_smolvlm  # attackers start without torch
 
     allowed = [word for host in LOCAL_HOSTS for word in ("--image-urls", host)]
-    return AttackTarget(write_smolvlm(folder), *allowed, module=MODULE)
+    kept = "--preprocessed-images-mib", str(KEPT_MIB)
+    return AttackTarget(write_smolvlm(folder), *kept, *allowed, module=MODULE)
 
 
 if __name__ == "__main__":
