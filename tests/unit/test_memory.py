@@ -291,7 +291,7 @@ def test_a_gpus_identity_is_its_uuid_or_pci_address(monkeypatch: pytest.MonkeyPa
 
 
 # ---- the plan before a model is loaded
-KINDS = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q5_0")
+KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_0")
 
 
 def planned(path: Path, *, packs: bool = True) -> PlannedModel:
@@ -487,7 +487,7 @@ def test_keys_and_values_in_eight_bits_leave_room_for_more_tokens(large: Planned
             "needs 12[0-9].* GiB for weights \\(bfloat16\\) and .* 100.00 GiB are free",
             "^use a GGUF file of type Q4_K or Q8_0, which stay packed, or a smaller model$",
         ),
-        (200, {"dtype": "float32"}, "\\(float32\\)", "--dtype bfloat16, or a GGUF"),
+        (100, {"dtype": "float32"}, "\\(float32\\)", "--dtype bfloat16, or a GGUF"),
         (150, {"max_len": 131072}, "less than max_len \\(131,072\\)", "--max-len [0-9]+$"),
         (200, {"max_len": 131072}, "less than max_len", "^--kv-memory-gib 40.0[0-9], or --max-len"),
         (150, {"kv_memory_gib": 60}, "60.00 GiB; .* are free", "--kv-memory-gib [0-9.]+, or less"),

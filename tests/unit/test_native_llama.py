@@ -27,14 +27,14 @@ from worker.kernels.fingerprint import fingerprint, source_of
 from worker.kernels.instruction_sets import INSTRUCTION_SETS
 from worker.kernels.library import NoKernels, runnable
 from worker.kernels.native import NativeKernels
-from worker.kernels.packed import PackedLinear
+from worker.kernels.packed import PackedLinear, pack
 from worker.kernels.reference import TorchKernels
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache
 from worker.layers.hybrid_linear import NEVER
 from worker.loading.decoder import LoadedModel, load_model, open_weights
 from worker.loading.header import ModelHeader, read_header
-from worker.loading.weight_layout import layout
+from worker.loading.weight_layout import layout, narrowed
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 
@@ -180,6 +180,28 @@ def test_a_model_that_the_kernels_do_not_support_runs_on_torch(tmp_path: Path) -
     assert isinstance(loaded.model.kernels, TorchKernels)
     with pytest.raises(UnusableModel, match="packed weights need"):
         load(path, native_kernels(), torch.float32, "packed")
+
+
+@pytest.mark.parametrize("kernels", NAMES)
+def test_numbers_of_bfloat16_give_a_float32_model_the_same_bits_in_half_of_the_memory(
+    kernels: KernelSet,
+) -> None:
+    native = native_kernels(kernels)
+    weight = randn(70, 544, dtype=torch.bfloat16).float()
+    x = randn(13, 544, dtype=torch.float32)
+    narrow = narrowed(weight)
+    assert narrow.dtype == torch.bfloat16
+    wide, half = (PackedLinear(native, pack(native, each)) for each in (weight, narrow))
+    for rows in (1, 7, 13):
+        assert torch.equal(half(x[:rows]), wide(x[:rows]))
+    assert 1.9 < wide.matrix.memory.nbytes / half.matrix.memory.nbytes < 2
+
+
+def test_numbers_that_are_not_of_bfloat16_stay_as_they_are() -> None:
+    weight = randn(130, 32, dtype=torch.bfloat16).float()
+    weight[-1, -1] = 1 + 2**-8
+    assert narrowed(weight) is weight
+    assert torch.equal(narrowed(weight[:-1]), weight[:-1].bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ from worker.spec.recurrent import GatedDeltaSpec
 log = logging.getLogger(__name__)
 
 QUANTISED = frozenset(sizes.BLOCK_FORMATS.values())
+NARROWED_ROWS = 64
+"""Rows whose bits are checked together: few, because the check ends at the first that fails."""
+BITS_BEYOND_BFLOAT16 = 0xFFFF
+"""Bits of a float32 that are 0 in a number of bfloat16."""
 LEAST_WEIGHTS = 1 << 20
 """Layers with fewer weights are not measured: they gain nothing from dense copies, and their
 times are too short to be reliable."""
@@ -125,7 +129,7 @@ class PackedLayout:
         values = matrix.values()
         if not sizes.can_pack(values.shape[1]):
             return Dense(values, matrix.bias)
-        numbers = packed.pack(self._kernels, values, rounds_inputs=self._rounds_inputs)
+        numbers = packed.pack(self._kernels, narrowed(values), rounds_inputs=self._rounds_inputs)
         return PackedLinear(self._kernels, numbers, matrix.bias)
 
     def heads(self, matrices: Sequence[Matrix]) -> HeadLinears:
@@ -167,10 +171,21 @@ def pack(
     if not sizes.can_pack(values.shape[1]):
         return None
     if not any(blocks):
-        return packed.pack(kernels, values, rounds_inputs=rounds_inputs)
+        return packed.pack(kernels, narrowed(values), rounds_inputs=rounds_inputs)
     numbers = torch.split(values, list(matrix.rows))
-    parts = [part or rows for part, rows in zip(blocks, numbers, strict=True)]
+    parts = [part or narrowed(rows) for part, rows in zip(blocks, numbers, strict=True)]
     return packed.pack(kernels, *parts, rounds_inputs=rounds_inputs)
+
+
+def narrowed(values: Tensor) -> Tensor:
+    """Return numbers [outputs, inputs] in bfloat16 if it represents all of them. So the weights of
+    most files take half of the memory of float32, and the same products come of them."""
+    if values.dtype != torch.float32:
+        return values
+    rows_bits = torch.split(values.view(torch.int32), NARROWED_ROWS)
+    if any(bool((bits & BITS_BEYOND_BFLOAT16).any()) for bits in rows_bits):
+        return values
+    return values.bfloat16()
 
 
 def _sound_blocks(matrix: Matrix) -> list[QuantBlocks | None]:
