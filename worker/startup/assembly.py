@@ -70,8 +70,6 @@ from worker.vision.tower import ImageTower
 
 log = logging.getLogger(__name__)
 
-FLOAT_BYTES = 4
-
 
 def assemble(
     config: WorkerConfig,
@@ -159,7 +157,7 @@ class ServedImages:
     @property
     def num_bytes(self) -> int:
         """The size of the rows that are kept."""
-        return 0 if self.tower is None else FLOAT_BYTES * self.tower.row_items * self.num_rows
+        return 0 if self.tower is None else self.tower.row_bytes * self.num_rows
 
 
 def _load_images(
@@ -177,8 +175,8 @@ def _load_images(
         log.info("requests with images are refused: %s", support.reason)
         return ServedImages(support)
     with timing("load the image encoder"):
-        tower = ImageTower.load(path, spec.hidden)
-    num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.row_items)
+        tower = ImageTower.load(path, spec.hidden, getattr(torch, loaded.card.dtype))
+    num_rows = (config.image_cache_mib << 20) // tower.row_bytes
     log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
     return ServedImages(msgspec.structs.replace(support, max_tokens=num_rows), tower, num_rows)
 

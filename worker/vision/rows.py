@@ -80,7 +80,7 @@ def step_images(
                         index = np.full(int(rows.ends[-1]), -1, np.int64)
                     begin = end - known + low
                     index[begin : begin + high - low] = np.arange(count, count + high - low)
-                    parts.append(kept[image.digest][at + low - first : at + high - first])
+                    parts.append(kept[image.digest][at + low - first : at + high - first].float())
                     count += high - low
                 at += length
     if index is None:
