@@ -117,8 +117,9 @@ def extend_hashes(
 
 def _image_parts(images: Sequence[Attachment], start: int, end: int) -> Iterator[bytes]:
     """Yield a description of each run of an image's rows at the positions from `start` to `end`: a
-    mark, the image, the first row, the first position after `start`, the number of rows, and the
-    grid (zeros: none).
+    mark, the image, the first row, the first position after `start`, the number of rows, the number
+    of those that follow in later blocks, and the grid (zeros: none). In some models the K/V of all
+    rows of a run depends on the last ones.
 
     A full block's tokens have a fixed length, so the hash of a block without images has no such
     description at its end. Descriptions have a fixed length, too.
@@ -130,7 +131,7 @@ def _image_parts(images: Sequence[Attachment], start: int, end: int) -> Iterator
         for first, count in image.runs:
             low, high = max(first, start), min(first + count, end)
             if low < high:
-                numbers = (row + low - first, low - start, high - low)
+                numbers = (row + low - first, low - start, high - low, first + count - high)
                 grid = image.grid or (0, 0, 0)
-                yield b"image" + bytes.fromhex(image.digest) + pack("<6I", *numbers, *grid)
+                yield b"image" + bytes.fromhex(image.digest) + pack("<7I", *numbers, *grid)
             row += count

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "Idefics3ForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Gemma3ForConditionalGeneration": "gemma3_text",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
@@ -34,6 +35,8 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """Architecture -> `model_type` of its text part."""
+WHOLE_RUNS = {"Gemma3ForConditionalGeneration"}
+"""Architectures whose images are computed as a whole."""
 ALIKE = [
     "Qwen2VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
@@ -49,6 +52,11 @@ HALF_TURNED = {
     }
 }
 CHANGES: dict[str, dict[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {
+        "whole": {"mm_tokens_per_image": 16, "vision_config": {"image_size": 56}},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 12,  # less than an image
+    },
     "Qwen3_5ForConditionalGeneration": HALF_TURNED,
     "Qwen3_5MoeForConditionalGeneration": HALF_TURNED,
     # Heads that the compiled kernels support. Those of Qwen2-VL are computed by torch.
@@ -62,9 +70,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Keys of the text part's config."""
+"""Architecture -> keys of the config, as in `random_wrapper`."""
 GRIDS = [(4, 6), (8, 2), (2, 4), (6, 6), (2, 10)]
 """Rows and columns of the patches of an image of Qwen's families, by its seed."""
+MAX_SLOTS = 4
 PLACEHOLDER = VOCAB - 1
 NUM_TOKENS = 5
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -81,6 +90,9 @@ def image_inputs(architecture: str, seed: int) -> Arrays:
     pixels = np.random.default_rng(seed).normal(size=(1, 3, 3, 28, 28)).astype(np.float32)
     if architecture.startswith("LlavaOnevision"):
         return {"pixel_values": pixels, "image_sizes": np.array([[28, 56]], np.int64)}
+    if architecture.startswith("Gemma3"):
+        square = np.random.default_rng(seed).normal(size=(1, 3, 56, 56)).astype(np.float32)
+        return {"pixel_values": square}
     if architecture.startswith("Mistral3"):
         wide = np.random.default_rng(seed).normal(size=(1, 3, 56, 84)).astype(np.float32)
         return {"pixel_values": wide, "image_sizes": np.array([[56, 84]], np.int64)}
@@ -121,6 +133,22 @@ class TinyVision:
             name: torch.from_numpy(np.concatenate([image[name] for image in each], axis))
             for name in each[0]
         }
+
+    @property
+    def is_whole(self) -> bool:
+        return self.architecture in WHOLE_RUNS
+
+    @property
+    def types(self) -> str:
+        """The argument of transformers' model that says which tokens are those of an image; "": it
+        needs none."""
+        if self.is_whole:
+            return "token_type_ids"
+        return "" if self.grid(0) is None else "mm_token_type_ids"
+
+    def budget(self, number: int) -> int:
+        """Return a token budget, the smallest of all for number 4."""
+        return number + self.num_rows(0) + MAX_SLOTS - 1 - 4 if self.is_whole else number
 
     def tensors(self, seed: int) -> list[AttachedTensor]:
         return attached(image_inputs(self.architecture, seed))
@@ -176,11 +204,11 @@ def check(found: list[tuple[int, float]], expected: list[tuple[int, float]]) -> 
 
 LENGTHS = [(0, 6), (5, 6), (5, 4, 6), (5, 1, 0, 3)]
 """Lengths of the texts around the images: an image first, between texts, several, and beside each
-other. A text is between any two images of Qwen's families, whose classes count them by that."""
+other. A text is between any two images of families whose classes take adjacent ones for one."""
 
 
 def lengths_of(tiny: TinyVision) -> list[tuple[int, ...]]:
-    if tiny.grid(0) is None:
+    if not tiny.types:
         return LENGTHS
     return [*LENGTHS[:3], (5, 1, 1, 3), (4, 0)]
 
@@ -204,15 +232,15 @@ def answer_of(
     """Return the answer of transformers' model."""
     prompt, runs = prompt_with(tiny, *lengths, first=first)
     inputs = tiny.inputs(*range(first, first + len(runs)))
-    return reference(tiny.model, prompt, num_tokens, **inputs)
+    return reference(tiny.model, prompt, num_tokens, tiny.types, **inputs)
 
 
 @pytest.mark.parametrize("budget", [4, 5, 6, 7, 512])
 def test_an_answer_is_that_of_transformers_wherever_chunks_end(
     tiny: TinyVision, budget: int
 ) -> None:
-    """With these budgets, a chunk ends at each position of an image."""
-    engine = ImageEngine(tiny.directory, token_budget=budget)
+    """With these budgets, a chunk ends at each position of an image if it may."""
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(budget))
     for lengths in lengths_of(tiny) if budget == 512 else LENGTHS[2:3]:
         number = ask(engine, tiny, *lengths)
         engine.run()
@@ -241,7 +269,7 @@ def test_torch_gives_the_answers_of_the_compiled_kernels(tmp_path: Path) -> None
 
 
 def test_texts_and_images_are_computed_in_one_batch(tiny: TinyVision) -> None:
-    engine = ImageEngine(tiny.directory, token_budget=11)
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(11))
     words = text(20, 9)
     asked = [ask(engine, tiny, *LENGTHS[2]), ask(engine, tiny, *LENGTHS[1], first=7)]
     plain = engine.add(words, [], max_tokens=NUM_TOKENS, logprobs=0)
@@ -252,7 +280,7 @@ def test_texts_and_images_are_computed_in_one_batch(tiny: TinyVision) -> None:
 
 
 def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: TinyVision) -> None:
-    engine = ImageEngine(tiny.directory, token_budget=9)
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(9))
     fresh = ask(engine, tiny, *LENGTHS[2])
     engine.run()
     cached = [ask(engine, tiny, *LENGTHS[2]) for _ in range(2)]
@@ -273,7 +301,9 @@ def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
     """There are blocks for the prompts of two requests, but not for their answers."""
     prompts = [prompt_with(tiny, *LENGTHS[2], first=3 * each)[0] for each in range(3)]
     num_blocks = -(-max(map(len, prompts)) // 8)
-    engine = ImageEngine(tiny.directory, kv_blocks=1 + 2 * num_blocks, max_len=8 * num_blocks + 8)
+    # With a window, there are two blocks in a column.
+    room = 20 if tiny.is_whole else 2 * num_blocks
+    engine = ImageEngine(tiny.directory, kv_blocks=1 + room, max_len=8 * num_blocks + 8)
     numbers = [ask(engine, tiny, *LENGTHS[2], first=3 * each, num_tokens=9) for each in range(3)]
     engine.run()
     assert engine.engine.stats().num_preemptions
@@ -284,15 +314,29 @@ def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
 
 def test_drafts_change_no_answer(tiny: TinyVision) -> None:
     """The prompt contains every token, so each token of the answer is followed by drafts."""
-    engine = ImageEngine(tiny.directory, speculation="ngram", max_len=512)
+    engine = ImageEngine(
+        tiny.directory, engine={"speculation": "ngram", "ngram_min": 1}, max_len=512
+    )
     prompt, runs = prompt_with(tiny, 5, 4, 0)
     prompt += range(PLACEHOLDER)
     images = attach(engine, tiny, runs, range(2))
     number = engine.add(prompt, images, max_tokens=NUM_TOKENS, logprobs=0)
     engine.run()
     assert engine.engine.stats().num_draft_tokens
-    expected = reference(tiny.model, prompt, NUM_TOKENS, **tiny.inputs(0, 1))
+    expected = reference(tiny.model, prompt, NUM_TOKENS, tiny.types, **tiny.inputs(0, 1))
     check(engine.logprobs(number), expected)
+
+
+@pytest.mark.parametrize("architecture", WHOLE_RUNS)
+def test_torch_computes_images_as_a_whole(
+    architecture: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tiny = family(architecture, tmp_path_factory.getbasetemp() / architecture)
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(6), kernels="torch")
+    asked = [ask(engine, tiny, *LENGTHS[2]), ask(engine, tiny, *LENGTHS[1], first=7)]
+    engine.run()
+    check(engine.logprobs(asked[0]), answer_of(tiny, *LENGTHS[2]))
+    check(engine.logprobs(asked[1]), answer_of(tiny, *LENGTHS[1], first=7))
 
 
 def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> None:
@@ -304,7 +348,8 @@ def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> Non
 
 
 def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
-    """Ten turns with three images recompute less than a block for each turn."""
+    """Ten turns with three images recompute less than a block for each turn, and an image that
+    ends in it if that is computed as a whole."""
     engine = ImageEngine(tiny.directory)
     history: list[int] = []
     images: list[Attachment] = []
@@ -318,7 +363,7 @@ def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
         engine.run()
         usage = engine.outputs[number][-1].usage
         assert usage is not None
-        assert usage.cached_tokens > before - 8
+        assert usage.cached_tokens > before - 8 - tiny.is_whole * (tiny.num_rows(0) + 8)
         before = len(history)
         history += engine.tokens(number)
     assert engine.num_encoded == engine.engine.images.num_encoded == 3
@@ -345,6 +390,38 @@ def test_images_are_refused_without_the_sections_of_their_axes(tmp_path: Path) -
     assert assembled.tower is None
     assert assembled.ready.model.images is not None
     assert "no mrope_section" in assembled.ready.model.images.reason
+
+
+@pytest.fixture(scope="module")
+def smol(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
+    name = "SmolVLMForConditionalGeneration"
+    return family(name, tmp_path_factory.getbasetemp() / name)
+
+
+def test_the_choices_of_a_prompt_share_the_rows_of_its_image(smol: TinyVision) -> None:
+    engine = ImageEngine(smol.directory)
+    numbers = [ask(engine, smol, 5, 6) for _ in range(2)]
+    engine.run()
+    for number in numbers:
+        check(engine.logprobs(number), answer_of(smol, 5, 6))
+    assert engine.num_encoded == 1
+
+
+def test_drafts_do_not_change_an_answer_about_an_image(smol: TinyVision) -> None:
+    """Few tokens are allowed, so that drafts are often right."""
+    few = {"logit_bias": dict.fromkeys((3, 4), 50.0), "max_tokens": 40, "logprobs": 0}
+    prompt, runs = prompt_with(smol, 5, 6)
+    answers = []
+    for options in ({}, {"speculation": "ngram", "ngram_min": 1}):
+        engine = ImageEngine(smol.directory, engine=options)
+        number = engine.add(prompt, attach(engine, smol, runs, [0]), **few)
+        engine.run()
+        answers.append(engine.logprobs(number))
+    check(answers[1], answers[0])
+    assert len({token for token, _ in answers[0]}) == 2
+    usage = engine.outputs[number][-1].usage
+    assert usage is not None
+    assert 0 < usage.accepted_tokens < usage.draft_tokens
 
 
 def test_an_image_that_does_not_fit_the_encoder_ends_its_request(tiny: TinyVision) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +43,9 @@ def attached(tensors: dict[str, np.ndarray[Any, Any]]) -> list[AttachedTensor]:
 class ImageEngine:
     """Generates answers to prompts with images.
 
-    num_encoded   number of images that were encoded
+    options      of the worker
+    engine       further options of the engine
+    num_encoded  number of images that were encoded
     """
 
     def __init__(
@@ -51,10 +53,14 @@ class ImageEngine:
         model: Path,
         *,
         token_budget: int = 512,
-        speculation: Literal["none", "ngram"] = "none",
+        engine: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Build the engine and its worker. `options` are those of the worker."""
+        """Build the engine and its worker.
+
+        engine    options of the engine
+        options   those of the worker
+        """
         sizes = {"kv_blocks": 129, "max_len": 256} | options
         worker = WorkerConfig(
             model=str(model),
@@ -70,9 +76,7 @@ class ImageEngine:
         assert assembled.tower is not None
         self.runner, self.tower = assembled.runner, assembled.tower
         self.card = assembled.ready.model
-        config = EngineConfig(
-            worker=worker, steps_in_flight=1, speculation=speculation, ngram_min=1
-        )
+        config = EngineConfig(worker=worker, steps_in_flight=1, **(engine or {}))
         self.engine: Engine = build_engine(
             assembled.ready, config, epoch="e", key=None, journal=None
         )
@@ -139,18 +143,21 @@ class ImageEngine:
 
 
 def reference(
-    model: Any, prompt: Sequence[int], num_tokens: int, **tensors: torch.Tensor
+    model: Any, prompt: Sequence[int], num_tokens: int, types: str = "", /, **tensors: torch.Tensor
 ) -> list[tuple[int, float]]:
     """Return the likeliest tokens that transformers' model continues the prompt with, and their
-    logprobs. Classes whose positions depend on images need to know which tokens are those of
-    images."""
+    logprobs.
+
+    types   the argument of the model that says which tokens are those of an image; "": none
+    """
+    placeholder = model.config.image_token_id if types else -1
     ids, found = list(prompt), []
-    types = torch.tensor([[token == model.config.image_token_id for token in prompt]]).long()
     with torch.inference_mode():
-        for number in range(num_tokens):
-            if "image_grid_thw" in tensors:
-                tensors["mm_token_type_ids"] = torch.nn.functional.pad(types, (0, number))
-            logits = model(input_ids=torch.tensor([ids]), **tensors).logits[0, -1]
+        for _ in range(num_tokens):
+            inputs = torch.tensor([ids])
+            if types:
+                tensors[types] = (inputs == placeholder).long()
+            logits = model(input_ids=inputs, **tensors).logits[0, -1]
             logprobs = logits.float().log_softmax(-1)
             found.append((int(logprobs.argmax()), float(logprobs.max())))
             ids.append(found[-1][0])

@@ -86,8 +86,9 @@ class AttentionBlock:
 
 Turn = tuple[CosSin | None, Tensor | None]
 """How queries and keys are turned, and the factors [T, 1, 1] of the queries; None: not at all."""
-Seen = tuple[int | None, int | None] | IndexerSpec
-"""The limit of the tokens that a token sees: a window and chunks, or an indexer."""
+Seen = tuple[int | None, int | None, bool] | IndexerSpec
+"""The tokens that a token sees: a window, chunks and whether an image is seen as a whole, or an
+indexer."""
 Recurrence = GatedDelta | Mamba1 | Mamba2 | RgLru | ShortConv
 TokenMixer = AttentionBlock | LatentAttention | Recurrence
 
@@ -187,7 +188,7 @@ class DecoderModel:
         self.kernels = kernels or TorchKernels()
         self._seen: list[Seen] = []
         for each in spec.kv_owners:
-            self._seen += [(each.window, each.chunk), *_selected(each)]
+            self._seen += [(each.window, each.chunk, each.sees_whole_runs), *_selected(each)]
         self._places = spec.kv_places
         self._offsets = _state_offsets(spec)
         device, dtype = weights.embedding.device, weights.embedding.dtype
@@ -242,6 +243,8 @@ class DecoderModel:
         images   the rows that stand in place of embeddings, and what the first layers add to them;
                  None: there are none
         """
+        if images is not None:
+            batch = batch.with_seen_ends(images.seen_ends)
         whole = self.whole
         if whole is not None and whole.is_for(len(token_ids)):
             plan = attention.plan(batch)
@@ -334,7 +337,7 @@ class DecoderModel:
     def _plans(self, batch: AttentionBatch, cache: PagedCache, attention: Attention) -> list[Any]:
         """Return the plan of the step for each layer with keys and values of its own, and the
         selection of an indexer for its index keys; None: they select all tokens. Layers with the
-        same entry, window and chunks share one."""
+        same entry and limits share one."""
         kinds = [*zip(cache.entries, self._seen, strict=True)]
         plans: dict[tuple[int, Seen], Any] = {}
         alike: dict[Seen, Any] = {}
@@ -343,7 +346,9 @@ class DecoderModel:
             if isinstance(seen, IndexerSpec):
                 plans[entry, seen] = Selection.of(own, cache.block_tokens, seen.top)
                 continue
-            window, chunk = seen
+            window, chunk, sees_runs = seen
+            if own.seen_ends is not None and not sees_runs:
+                own = own.with_seen_ends(None)
             if chunk is not None:
                 own = in_chunks(own, chunk, cache.block_tokens)
             plans[entry, seen] = alike[seen] = attention.plan(own, window, alike.get(seen))

@@ -327,6 +327,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
             attention.window,
             block.sinks,
             heads=attention.num_heads,
+            sees_runs=attention.sees_whole_runs,
         ),
         q_norm_width=0 if q_norm is None else q_norm.weight.numel(),
         k_norm_width=0 if k_norm is None else k_norm.weight.numel(),

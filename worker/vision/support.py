@@ -14,6 +14,7 @@ IMAGE_TOKENS = {
     "smolvlm": "image_token_id",
     "llava_onevision": "image_token_index",
     "mistral3": "image_token_index",
+    "gemma3": "image_token_index",
     "qwen2_vl": "image_token_id",
     "qwen2_5_vl": "image_token_id",
     "qwen3_vl": "image_token_id",
@@ -22,7 +23,7 @@ IMAGE_TOKENS = {
     "qwen3_5_moe": "image_token_id",
 }
 """`model_type` -> the key of config.json with the id of the placeholder. In these families a
-position of an image sees only those before it."""
+position of an image sees only those before it, unless AttentionSpec.sees_whole_runs is set."""
 WITH_GRID = frozenset(kind for kind in IMAGE_TOKENS if kind.startswith("qwen"))
 """Those of them whose rotary positions of an image have several axes (M-RoPE). In the others the
 positions are those in the prompt."""
@@ -50,6 +51,12 @@ def image_support(path: Path, *, device: str, world_size: int) -> ImageSupport |
         reason=_reason(device, world_size),
         needs_grid=kind in WITH_GRID,
     )
+
+
+def longest_run(path: Path) -> int:
+    """Return the most tokens of an image whose tokens see each other."""
+    found = read_json(path / "config.json").get("mm_tokens_per_image")
+    return found if isinstance(found, int) else 256
 
 
 def _reason(device: str, world_size: int) -> str:
