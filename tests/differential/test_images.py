@@ -369,6 +369,19 @@ def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
     assert engine.num_encoded == engine.engine.images.num_encoded == 3
 
 
+def test_rows_are_kept_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    qwen = family("Qwen3VLForConditionalGeneration", tmp_path)
+    num_rows, tensors = [], qwen.tensors(0)
+    for dtype in ("float32", "bfloat16"):
+        config = WorkerConfig(model=str(qwen.directory), dtype=dtype, kv_blocks=9)
+        assembled = assemble(config, StartupTiming())
+        assert assembled.tower is not None
+        num_rows.append(assembled.ready.image_rows)
+        rows = assembled.tower.encode(attachment_digest(tensors), tensors, qwen.num_rows(0))
+        assert rows.dtype is getattr(torch, dtype)
+    assert num_rows[1] == 2 * num_rows[0]
+
+
 def test_images_are_refused_without_the_sections_of_their_axes(tmp_path: Path) -> None:
     model = random_wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text")
     assert "mrope_section" not in model.config.text_config.rope_parameters

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from protocol.engine.attachments import Attachment
 from protocol.engine.sampling import SamplingParams
 from protocol.wire.arrays import Int32
 from protocol.worker.steps import Masks, StepPlan, StepResult
@@ -52,7 +54,8 @@ def runner_of(model: DecoderModel, dtype: torch.dtype, *, in_pieces: bool) -> Ru
     config = model.spec
     shape = (config.num_layers, 1 + SLOTS * BLOCKS_EACH, BLOCK_TOKENS, config.layer_heads[0].count)
     cache = KVCache(*shape, config.layer_heads[0].dim, dtype, CPU)
-    slots = PoisonedSlots(slot_fields(MAX_LEN, BLOCKS_EACH), SLOTS, CPU)
+    fields = slot_fields(MAX_LEN, BLOCKS_EACH, has_rope_axes=config.has_rope_axes)
+    slots = PoisonedSlots(fields, SLOTS, CPU)
     attention = select_attention(BLOCK_TOKENS, dtype=dtype, kernels=model.kernels)
     whole: Any = InPieces(model) if in_pieces else model
     return Runner(whole, slots, cache, attention)
@@ -139,6 +142,28 @@ def test_one_call_equals_the_general_path_in_results_slots_and_cache(
     for key in ("token_ids", "len"):
         assert torch.equal(one.components.slots[key], other.components.slots[key])
     assert torch.equal(one.components.cache.rows, other.components.cache.rows)
+
+
+def test_one_call_turns_what_is_after_an_image_as_the_general_path_does(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    directory = write_directory(tmp_path, random_llama(rope_parameters=rope))
+    model = load(directory, native_kernels(), torch.float32)
+    image = Attachment(digest="0f" * 32, kind="image", runs=[(1, 6)], grid=(1, 2, 3))
+
+    def cache_after(images: list[Attachment], *, in_pieces: bool) -> Tensor:
+        """Return the cache after some steps with a row with `images`, and one without any."""
+        runner = runner_of(model, torch.float32, in_pieces=in_pieces)
+        plan = first_step([GREEDY] * 3)
+        text, after = plan.bind[1], replace(plan.bind[2], images=images, num_computed=7)
+        rows = [(1, 0, len(text.tokens), True), (2, 7, len(after.tokens) - 7, True)]
+        runner.step(step_plan(bind=[text, after], rows=rows))
+        for step in range(1, 5):
+            runner.step(plain_step(step, [2, 1]))
+        return runner.components.cache.rows
+
+    caches = [cache_after([image], in_pieces=in_pieces) for in_pieces in (False, True)]
+    assert torch.equal(*caches)
+    assert not torch.equal(caches[0], cache_after([], in_pieces=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

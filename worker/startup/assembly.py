@@ -71,8 +71,6 @@ from worker.vision.tower import ImageTower
 
 log = logging.getLogger(__name__)
 
-FLOAT_BYTES = 4
-
 
 def assemble(
     config: WorkerConfig,
@@ -161,7 +159,7 @@ class ServedImages:
     @property
     def num_bytes(self) -> int:
         """The size of the rows that are kept."""
-        return 0 if self.tower is None else FLOAT_BYTES * self.tower.row_items * self.num_rows
+        return 0 if self.tower is None else self.tower.row_bytes * self.num_rows
 
 
 def _load_images(
@@ -198,8 +196,8 @@ def _load_images(
         log.info("requests with images are refused: %s", reason)
         return ServedImages(msgspec.structs.replace(support, reason=reason)), limits
     with timing("load the image encoder"):
-        tower = ImageTower.load(path, spec.hidden)
-    num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.row_items)
+        tower = ImageTower.load(path, spec.hidden, getattr(torch, loaded.card.dtype))
+    num_rows = (config.image_cache_mib << 20) // tower.row_bytes
     log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
     support = msgspec.structs.replace(
         support, max_tokens=num_rows, sees_whole_runs=spec.sees_whole_runs

@@ -96,7 +96,7 @@ def step_images(
                             raise ValueError(f"slot {slot}: the step cuts an image at {first}")
                         seen_ends[begin : begin + length] = high
                     index[begin : begin + high - low] = np.arange(count, count + high - low)
-                    parts.append(kept[image.digest][at + low - first : at + high - first])
+                    parts.append(kept[image.digest][at + low - first : at + high - first].float())
                     count += high - low
                 at += length
     if index is None:

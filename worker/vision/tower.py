@@ -27,24 +27,25 @@ class ImageTower:
     """The image encoder of one model.
 
     hidden      size of the model's hidden states
+    dtype       that of the model, to which rows are rounded
     num_added   how many layers of the model add to the hidden states of an image (DeepStack)
     num_bytes   size of its weights
     """
 
-    def __init__(self, model: Any, hidden: int) -> None:
+    def __init__(self, model: Any, hidden: int, dtype: torch.dtype) -> None:
         self._model = model
-        self.hidden = hidden
+        self.hidden, self.dtype = hidden, dtype
         layers = getattr(model.config.vision_config, "deepstack_visual_indexes", None)
         self.num_added = len(layers or ())
         self.num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
 
     @property
-    def row_items(self) -> int:
-        """Return how many numbers are kept of a row."""
-        return (1 + self.num_added) * self.hidden
+    def row_bytes(self) -> int:
+        """Return the size of a row."""
+        return (1 + self.num_added) * self.hidden * self.dtype.itemsize
 
     @classmethod
-    def load(cls, path: Path, hidden: int) -> ImageTower:
+    def load(cls, path: Path, hidden: int, dtype: torch.dtype) -> ImageTower:
         """Load the encoder of the checkpoint `path`. Raises UnusableModel if weights of it are
         missing or have other shapes."""
         load_postponed(TORCH_SHAPES)  # transformers' classes need it
@@ -64,11 +65,11 @@ class ImageTower:
         for name, value in model.named_parameters():
             if name not in wanted:
                 value.data = value.data.new_empty(0)  # the text part, which is not computed
-        return cls(model.model, hidden)
+        return cls(model.model, hidden, dtype)
 
     @torch.inference_mode()
     def encode(self, digest: str, tensors: Sequence[AttachedTensor], num_rows: int) -> Tensor:
-        """Return the rows [num_rows, 1 + num_added, hidden] float32 of one image: what stands in
+        """Return the rows [num_rows, 1 + num_added, hidden] of one image: what stands in
         place of embeddings, and what each of the first layers adds. Raises ValueError if the
         tensors do not fit the encoder, are not those of the digest, or make another number of
         rows."""
@@ -80,10 +81,10 @@ class ImageTower:
         except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
             raise ValueError(f"the image's tensors do not fit the encoder: {error}") from error
         added = (getattr(made, "deepstack_features", None) or []) if self.num_added else []
-        parts = [_joined(part).reshape(-1, self.hidden).float() for part in (made, *added)]
+        parts = [_joined(part).reshape(-1, self.hidden) for part in (made, *added)]
         if len(parts[0]) != num_rows:
             raise ValueError(f"the image has {len(parts[0]):,} tokens; expected {num_rows:,}")
-        return torch.stack(parts, 1)
+        return torch.stack(parts, 1).to(self.dtype)
 
 
 def _joined(made: Any) -> Tensor:
