@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,16 +25,49 @@ ARCHITECTURES = {
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Mistral3ForConditionalGeneration": "mistral",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "InternVLForConditionalGeneration": "qwen2",
+    "LlavaNextForConditionalGeneration": "granite",
 }
 """Architecture -> `model_type` of the text part."""
-WHOLE_RUNS = {"Gemma3ForConditionalGeneration": "token_type_ids"}
+WHOLE_RUNS = {
+    "Gemma3ForConditionalGeneration": "token_type_ids",
+    "Gemma4ForConditionalGeneration": "mm_token_type_ids",
+}
 """Architecture whose images are computed as a whole -> the argument with which transformers' model
 does so."""
+OTHER_PARTS_OF_GEMMA4 = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 64,
+    "standardize": True,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {
         "whole": {"mm_tokens_per_image": 16, "vision_config": {"image_size": 56}},
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": 12,  # less than an image
+    },
+    "Gemma4ForConditionalGeneration": {
+        "whole": {"vision_config": OTHER_PARTS_OF_GEMMA4},
+        "use_bidirectional_attention": "vision",
+        "sliding_window": 6,
+    },
+    "InternVLForConditionalGeneration": {
+        "whole": {"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}}
+    },
+    "LlavaNextForConditionalGeneration": {
+        "whole": {  # as in Granite Vision
+            "vision_config": {"model_type": "siglip_vision_model"},
+            "vision_feature_layer": [-2, -1],
+            "vision_feature_select_strategy": "full",
+        }
     },
 }
 """Architecture -> keys of the config, as in `random_wrapper`."""
@@ -46,9 +80,16 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 def image_inputs(architecture: str, seed: int) -> Arrays:
     """Return what the family's image processor would return for one image."""
     pixels = np.random.default_rng(seed).normal(size=(1, 3, 3, 28, 28)).astype(np.float32)
-    if architecture.startswith("LlavaOnevision"):
+    if architecture.startswith("Llava"):
         return {"pixel_values": pixels, "image_sizes": np.array([[28, 56]], np.int64)}
-    if architecture.startswith("Gemma3"):
+    if architecture.startswith("Gemma4"):
+        patches = np.random.default_rng(seed).uniform(size=(1, 44, 48)).astype(np.float32)
+        y, x = np.divmod(np.arange(44), 4)
+        positions = np.stack([x, y], -1)
+        positions[32:] = -1  # padding
+        patches[:, 32:] = 0
+        return {"pixel_values": patches, "image_position_ids": positions[None].astype(np.int64)}
+    if architecture.startswith(("Gemma3", "InternVL")):
         square = np.random.default_rng(seed).normal(size=(1, 3, 56, 56)).astype(np.float32)
         return {"pixel_values": square}
     if architecture.startswith("Mistral3"):
@@ -103,7 +144,10 @@ def family(architecture: str, directory: Path) -> TinyVision:
     if isinstance(rows, torch.Tensor):
         rows = [rows]
     num_rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in rows)
-    return TinyVision(architecture, model, write_wrapper(directory, model), num_rows)
+    write_wrapper(directory, model)
+    processor = {"max_soft_tokens": num_rows}  # read from Gemma 4
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    return TinyVision(architecture, model, directory, num_rows)
 
 
 @pytest.fixture(autouse=True)
@@ -214,13 +258,14 @@ def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: TinyVisio
 def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
     """There are blocks for the prompts of two requests, but not for their answers."""
     num_blocks = -(-len(prompt_with(tiny, *LENGTHS[2])[0]) // 8)
-    room = 20 if tiny.types else 2 * num_blocks  # with a window, there are two blocks in a column
+    has_groups = tiny.architecture.startswith("Gemma3")  # two blocks in a column, one of a window
+    room = 20 if has_groups else 2 * num_blocks
     engine = ImageEngine(tiny.directory, kv_blocks=1 + room, max_len=8 * num_blocks + 8)
-    numbers = [ask(engine, tiny, *LENGTHS[2], first=3 * each, num_tokens=9) for each in range(3)]
+    numbers = [ask(engine, tiny, *LENGTHS[2], first=5 * each, num_tokens=9) for each in range(3)]
     engine.run()
     assert engine.engine.stats().num_preemptions
     for each, number in enumerate(numbers):
-        expected = answer_of(tiny, *LENGTHS[2], first=3 * each, num_tokens=9)
+        expected = answer_of(tiny, *LENGTHS[2], first=5 * each, num_tokens=9)
         check(engine.logprobs(number), expected)
 
 

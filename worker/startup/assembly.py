@@ -191,7 +191,7 @@ def _load_images(
             )
         limits = roomy
     with timing("load the image encoder"):
-        tower = ImageTower.load(path, spec.hidden)
+        tower = ImageTower.load(path, spec.hidden, scale=spec.image_scale)
     num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.hidden)
     log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
     support = msgspec.structs.replace(
