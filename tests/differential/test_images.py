@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import AttachedTensor, Attachment, attachment_digest
 from tests.support.checkpoints import VOCAB
 from tests.support.eager import some_tokens
 from tests.support.image_engine import ImageEngine, attached, reference
 from tests.support.wrapper_models import random_wrapper, write_wrapper
 from worker.device import device
+from worker.device.timing import StartupTiming
+from worker.startup.assembly import assemble
 
 ARCHITECTURES = {
     "SmolVLMForConditionalGeneration": "llama",
@@ -279,6 +282,39 @@ def test_torch_computes_images_as_a_whole(
     engine.run()
     check(engine.logprobs(asked[0]), answer_of(tiny, *LENGTHS[2]))
     check(engine.logprobs(asked[1]), answer_of(tiny, *LENGTHS[1], first=7))
+
+
+@pytest.mark.parametrize(
+    ("token_budget", "max_slots", "expected", "reason"),
+    [
+        (0, 4, 256, ""),
+        (0, 250, 265, ""),
+        (19, 4, 19, ""),
+        (18, 4, 18, "one step of 16 tokens: serve with --token-budget 19, or more"),
+    ],
+)
+def test_a_step_has_room_for_an_image_or_images_are_refused(
+    token_budget: int,
+    max_slots: int,
+    expected: int,
+    reason: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    name = "Gemma3ForConditionalGeneration"
+    tiny = family(name, tmp_path_factory.getbasetemp() / name)
+    config = WorkerConfig(
+        model=str(tiny.directory),
+        max_slots=max_slots,
+        token_budget=token_budget,
+        kv_blocks=129,
+        max_len=256,
+    )
+    ready = assemble(config, StartupTiming()).ready
+    assert ready.token_budget == expected
+    assert ready.model.images is not None
+    assert ready.model.images.sees_whole_runs == (not reason)
+    assert reason in ready.model.images.reason
+    assert bool(ready.image_rows) == (not reason)
 
 
 def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> None:
