@@ -196,7 +196,8 @@ def _load_images(
         log.info("requests with images are refused: %s", reason)
         return ServedImages(msgspec.structs.replace(support, reason=reason)), limits
     with timing("load the image encoder"):
-        tower = ImageTower.load(path, spec.hidden, getattr(torch, loaded.card.dtype))
+        dtype: torch.dtype = getattr(torch, loaded.card.dtype)
+        tower = ImageTower.load(path, spec.hidden, dtype, scale=spec.image_scale)
     num_rows = (config.image_cache_mib << 20) // tower.row_bytes
     log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
     support = msgspec.structs.replace(

@@ -7,7 +7,7 @@ by a fixed number of threads, so its rows have the same bits whenever they are c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ class ImageTower:
 
     hidden      size of the model's hidden states
     dtype       that of the model, to which rows are rounded
+    scale       factor of the rows
     num_added   how many layers of the model add to the hidden states of an image (DeepStack)
     num_bytes   size of its weights
     """
 
-    def __init__(self, model: Any, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, hidden: int, dtype: torch.dtype, scale: float = 1.0) -> None:
         self._model = model
+        self._scale = scale
         self.hidden, self.dtype = hidden, dtype
         layers = getattr(model.config.vision_config, "deepstack_visual_indexes", None)
         self.num_added = len(layers or ())
@@ -45,7 +47,7 @@ class ImageTower:
         return (1 + self.num_added) * self.hidden * self.dtype.itemsize
 
     @classmethod
-    def load(cls, path: Path, hidden: int, dtype: torch.dtype) -> ImageTower:
+    def load(cls, path: Path, hidden: int, dtype: torch.dtype, *, scale: float = 1.0) -> ImageTower:
         """Load the encoder of the checkpoint `path`. Raises UnusableModel if weights of it are
         missing or have other shapes."""
         load_postponed(TORCH_SHAPES)  # transformers' classes need it
@@ -55,17 +57,20 @@ class ImageTower:
         shrunk_text(config)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         model = model.eval().requires_grad_(False)
-        found = _read(path)
-        wanted = {name: value for name, value in model.named_parameters() if _is_of_images(name)}
+        parameters = dict(model.named_parameters())
+        wanted = {name: each for name, each in model.state_dict().items() if _is_of_images(name)}
+        found = _read(path, {_key(name) for name in wanted})
         for name, target in wanted.items():
             value = found.get(_key(name))
+            if value is None and name not in parameters:
+                continue  # a constant that the file may leave out
             if value is None or value.shape != target.shape:
                 raise UnusableModel(f"{path}: the image encoder's {name} is missing or has no fit")
             target.copy_(value)
-        for name, value in model.named_parameters():
+        for name, value in parameters.items():
             if name not in wanted:
                 value.data = value.data.new_empty(0)  # the text part, which is not computed
-        return cls(model.model, hidden, dtype)
+        return cls(model.model, hidden, dtype, scale)
 
     @torch.inference_mode()
     def encode(self, digest: str, tensors: Sequence[AttachedTensor], num_rows: int) -> Tensor:
@@ -84,6 +89,8 @@ class ImageTower:
         parts = [_joined(part).reshape(-1, self.hidden) for part in (made, *added)]
         if len(parts[0]) != num_rows:
             raise ValueError(f"the image has {len(parts[0]):,} tokens; expected {num_rows:,}")
+        if self._scale != 1.0:
+            parts[0] = parts[0].float() * self._scale
         return torch.stack(parts, 1).to(self.dtype)
 
 
@@ -102,21 +109,22 @@ def _tensor(tensor: AttachedTensor) -> Tensor:
 
 
 def _key(name: str) -> str:
-    """Return the name of a tensor without the prefix that only some files and classes have."""
-    return name.removeprefix("model.")
+    """Return the name of a tensor without the prefixes that only some files and classes have."""
+    return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
 
 
 def _is_of_images(name: str) -> bool:
     return text_name(name) is None or _key(name) == "image_newline"
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
+def _read(path: Path, keys: Container[str]) -> Mapping[str, Tensor]:
+    """Return those tensors of the checkpoint `path` whose `_key` is in `keys`, in float32."""
     from safetensors import safe_open
 
     found: dict[str, Tensor] = {}
     for file in weight_files(path):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no dict
-                if _is_of_images(name):
+                if _key(name) in keys:
                     found[_key(name)] = opened.get_tensor(name).float()
     return found
