@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import AttachedTensor, Attachment, attachment_digest
 from tests.support.checkpoints import VOCAB
 from tests.support.eager import some_tokens
 from tests.support.image_engine import ImageEngine, attached, reference
 from tests.support.wrapper_models import random_wrapper, write_wrapper
+from tools.commands.models import memory_line
 from worker.device import device
+from worker.startup.preflight import preflight
+from worker.vision.tower import ImageTower
 
 ARCHITECTURES = {
     "SmolVLMForConditionalGeneration": "llama",
@@ -221,6 +225,19 @@ def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
         before = len(history)
         history += engine.tokens(number)
     assert engine.num_encoded == engine.engine.images.num_encoded == 3
+
+
+def test_the_memory_of_images_is_planned_before_the_encoder_is_loaded(tiny: TinyVision) -> None:
+    config = WorkerConfig(model=str(tiny.directory), image_cache_mib=3, device="cpu")
+    found = preflight([config])
+    (plan,) = found.plans
+    tower = ImageTower.load(tiny.directory, tiny.model.config.get_text_config().hidden_size)
+    assert plan.image_bytes == tower.num_bytes + (3 << 20)
+    assert " MB for images); requests of up to " in memory_line(found)
+    little = preflight([config], free_bytes=plan.device_bytes - plan.kv_bytes - (1 << 20))
+    assert little.is_memory
+    assert "for images" in little.error
+    assert "--image-cache-mib" in little.remedy
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 
 from protocol.engine.attachments import ImageSupport
 from worker.spec.fields import read_json
+from worker.spec.wrappers import text_name
 
 IMAGE_TOKENS = {
     "idefics3": "image_token_id",
@@ -53,6 +54,16 @@ def _reason(device: str, world_size: int) -> str:
     if device != "cpu":
         return "images are computed on a CPU only: serve with --device cpu"
     return ""
+
+
+def tower_key(name: str) -> str:
+    """Return the name of a tensor without the prefix that only some files and classes have."""
+    return name.removeprefix("model.")
+
+
+def is_of_images(name: str) -> bool:
+    """Return whether a tensor of a checkpoint belongs to its image encoder."""
+    return text_name(name) is None or tower_key(name) == "image_newline"
 
 
 def shrunk_text(config: Any) -> None:

@@ -19,8 +19,7 @@ from protocol.engine.attachments import AttachedTensor, attachment_digest
 from worker.checkpoint.safetensors_files import weight_files
 from worker.device.postponed import TORCH_SHAPES, load_postponed
 from worker.errors import UnusableModel
-from worker.spec.wrappers import text_name
-from worker.vision.support import shrunk_text
+from worker.vision.support import is_of_images, shrunk_text, tower_key
 
 
 class ImageTower:
@@ -47,9 +46,9 @@ class ImageTower:
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         model = model.eval().requires_grad_(False)
         found = _read(path)
-        wanted = {name: value for name, value in model.named_parameters() if _is_of_images(name)}
+        wanted = {name: value for name, value in model.named_parameters() if is_of_images(name)}
         for name, target in wanted.items():
-            value = found.get(_key(name))
+            value = found.get(tower_key(name))
             if value is None or value.shape != target.shape:
                 raise UnusableModel(f"{path}: the image encoder's {name} is missing or has no fit")
             target.copy_(value)
@@ -89,15 +88,6 @@ def _tensor(tensor: AttachedTensor) -> Tensor:
     return torch.from_numpy(array.copy())
 
 
-def _key(name: str) -> str:
-    """Return the name of a tensor without the prefix that only some files and classes have."""
-    return name.removeprefix("model.")
-
-
-def _is_of_images(name: str) -> bool:
-    return text_name(name) is None or _key(name) == "image_newline"
-
-
 def _read(path: Path) -> Mapping[str, Tensor]:
     from safetensors import safe_open
 
@@ -105,6 +95,6 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     for file in weight_files(path):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no dict
-                if _is_of_images(name):
-                    found[_key(name)] = opened.get_tensor(name).float()
+                if is_of_images(name):
+                    found[tower_key(name)] = opened.get_tensor(name).float()
     return found
