@@ -18,9 +18,12 @@ from tests.support.checkpoints import VOCAB
 from tests.support.eager import some_tokens
 from tests.support.image_engine import ImageEngine, attached, reference
 from tests.support.wrapper_models import random_wrapper, write_wrapper
+from tools.commands.models import memory_line
 from worker.device import device
 from worker.device.timing import StartupTiming
 from worker.startup.assembly import assemble
+from worker.startup.preflight import preflight
+from worker.vision.tower import ImageTower
 
 ARCHITECTURES = {
     "SmolVLMForConditionalGeneration": "llama",
@@ -464,6 +467,20 @@ def test_images_are_refused_without_the_sections_of_their_axes(tmp_path: Path) -
     assert assembled.tower is None
     assert assembled.ready.model.images is not None
     assert "no mrope_section" in assembled.ready.model.images.reason
+
+
+def test_the_memory_of_images_is_planned_before_the_encoder_is_loaded(tiny: TinyVision) -> None:
+    config = WorkerConfig(model=str(tiny.directory), image_cache_mib=3, device="cpu")
+    found = preflight([config])
+    (plan,) = found.plans
+    hidden = tiny.model.config.get_text_config().hidden_size
+    tower = ImageTower.load(tiny.directory, hidden, torch.float32)
+    assert plan.image_bytes == tower.num_bytes + (3 << 20)
+    assert " MB for images); requests of up to " in memory_line(found)
+    little = preflight([config], free_bytes=plan.device_bytes - plan.kv_bytes - (1 << 20))
+    assert little.is_memory
+    assert "for images" in little.error
+    assert "--image-cache-mib" in little.remedy
 
 
 @pytest.fixture(scope="module")

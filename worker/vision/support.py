@@ -8,6 +8,7 @@ from typing import Any
 
 from protocol.engine.attachments import ImageSupport
 from worker.spec.fields import read_json
+from worker.spec.wrappers import text_name
 
 IMAGE_TOKENS = {
     "idefics3": "image_token_id",
@@ -32,6 +33,8 @@ WITH_GRID = frozenset(kind for kind in IMAGE_TOKENS if kind.startswith("qwen"))
 positions are those in the prompt."""
 OTHER_KEYS = ("image_token_index", "image_token_id")
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
+OF_SOUND = ("audio_tower.", "embed_audio.")
+"""Prefixes of the tensors for sound, which is not served."""
 NEEDED = ("transformers", "PIL")
 
 
@@ -83,6 +86,17 @@ def _reason(device: str, world_size: int) -> str:
     if device != "cpu":
         return "images are computed on a CPU only: serve with --device cpu"
     return ""
+
+
+def tower_key(name: str) -> str:
+    """Return the name of a tensor without the prefixes that only some files and classes have."""
+    return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
+
+
+def is_of_images(name: str) -> bool:
+    """Return whether a tensor of a checkpoint belongs to its image encoder."""
+    key = tower_key(name)
+    return key == "image_newline" or (text_name(name) is None and not key.startswith(OF_SOUND))
 
 
 def shrunk_text(config: Any) -> None:

@@ -19,8 +19,7 @@ from protocol.engine.attachments import AttachedTensor, attachment_digest
 from worker.checkpoint.safetensors_files import weight_files
 from worker.device.postponed import TORCH_SHAPES, load_postponed
 from worker.errors import UnusableModel
-from worker.spec.wrappers import text_name
-from worker.vision.support import shrunk_text
+from worker.vision.support import is_of_images, shrunk_text, tower_key
 
 
 class ImageTower:
@@ -58,10 +57,10 @@ class ImageTower:
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         model = model.eval().requires_grad_(False)
         parameters = dict(model.named_parameters())
-        wanted = {name: each for name, each in model.state_dict().items() if _is_of_images(name)}
-        found = _read(path, {_key(name) for name in wanted})
+        wanted = {name: each for name, each in model.state_dict().items() if is_of_images(name)}
+        found = _read(path, {tower_key(name) for name in wanted})
         for name, target in wanted.items():
-            value = found.get(_key(name))
+            value = found.get(tower_key(name))
             if value is None and name not in parameters:
                 continue  # a constant that the file may leave out
             if value is None or value.shape != target.shape:
@@ -108,23 +107,14 @@ def _tensor(tensor: AttachedTensor) -> Tensor:
     return torch.from_numpy(array.copy())
 
 
-def _key(name: str) -> str:
-    """Return the name of a tensor without the prefixes that only some files and classes have."""
-    return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
-
-
-def _is_of_images(name: str) -> bool:
-    return text_name(name) is None or _key(name) == "image_newline"
-
-
 def _read(path: Path, keys: Container[str]) -> Mapping[str, Tensor]:
-    """Return those tensors of the checkpoint `path` whose `_key` is in `keys`, in float32."""
+    """Return those tensors of the checkpoint `path` whose `tower_key` is in `keys`, in float32."""
     from safetensors import safe_open
 
     found: dict[str, Tensor] = {}
     for file in weight_files(path):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no dict
-                if _key(name) in keys:
-                    found[_key(name)] = opened.get_tensor(name).float()
+                if tower_key(name) in keys:
+                    found[tower_key(name)] = opened.get_tensor(name).float()
     return found
