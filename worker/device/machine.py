@@ -19,6 +19,9 @@ from worker.device.cpuinfo import CPUINFO, first_of
 BFLOAT16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Names of CPU features in /proc/cpuinfo; the last one is ARM's. Without any of them bfloat16 is
 emulated and slow."""
+X86_NAMES = ("model name", "cpu family", "model", "flags")
+ARM_NAMES = ("CPU implementer", "CPU part", "CPU variant", "Features")
+"""Names of lines in /proc/cpuinfo."""
 
 
 def dtype_name(wanted: Dtype, *, is_gpu: bool, cpu_flags: frozenset[str]) -> str:
@@ -57,15 +60,16 @@ def thread_warning(wanted: int, *, cores: int, quota: float | None) -> str:
 
 
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """Return the processor's name as the system spells it; empty if the system does not list it."""
+    """Return the processor's name as the system spells it; empty if the system does not list it, as
+    on ARM."""
     return first_of(cpuinfo, "model name")
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the first core's model name, family, model number and flags, separated by ", "; empty
-    if the system lists none of them."""
-    names = (first_of(cpuinfo, name) for name in ("model name", "cpu family", "model", "flags"))
-    return ", ".join(name for name in names if name)
+    """Return what identifies the first core and its flags, separated by ", "; empty if the system
+    lists nothing."""
+    values = (first_of(cpuinfo, name) for name in (*X86_NAMES, *ARM_NAMES))
+    return ", ".join(value for value in values if value)
 
 
 def allowed_cores() -> int:
