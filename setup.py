@@ -5,9 +5,10 @@ The extras are in this file because `all` and `test` are sums of others, which a
 If `all` required `tidegate[worker]` instead, pip would read the requirements of that extra late,
 and might first download half a gigabyte of a torch version that we do not support.
 
-The kernels need only a C++ compiler. Each instruction set has a library of its own, which is
-optional: if there is no compiler, or if it does not support the instruction set, the installation
-continues without the library. The worker then logs which kernels are missing.
+The kernels need only a C++ compiler. Each instruction set of this architecture has a library of its
+own, which is optional: if there is no compiler, or if it does not support the instruction set, the
+installation continues without the library. The worker then logs which kernels are missing. If a
+compiler fails on the generic library, which every processor can run, it is asked to optimise less.
 
 The guide is the site that gateways serve at `/docs`. Sphinx makes it from docs/. pip installs
 Sphinx for the build only; without it (`--no-build-isolation`), the installation has no guide.
@@ -27,6 +28,7 @@ from typing import Any
 from setuptools import Command, Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 GATEWAY = [
     "flask>=3.1,<4",
@@ -108,10 +110,10 @@ TEST = [  # the Makefile also installs instructor and LlamaIndex's clients, with
 
 CSRC = Path("worker/kernels/csrc")
 SETS_FILE = Path("worker/kernels/instruction_sets.py")
-SETS = runpy.run_path(str(SETS_FILE))["INSTRUCTION_SETS"]
+SETS = runpy.run_path(str(SETS_FILE))["sets_of"](platform.machine())
+GENERIC = f"worker.kernels._{SETS[-1].name}"
 CPU_FLAGS = runpy.run_path("worker/device/cpuinfo.py")["cpu_flags"]()
 SOURCE = b"".join(path.read_bytes() for path in sorted(CSRC.iterdir()))
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
 OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden"]
 OPTIONS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # in the compiler's own headers
 # csrc/simd.h says which multiplications and additions are fused. If the compiler chose them,
@@ -158,7 +160,14 @@ class KernelBuild(build_ext):
             build = copy.copy(self)
             # All are compiled from kernels.cpp, so each needs a folder for its object file.
             build.build_temp = os.path.join(self.build_temp, ext.name)
-            super(KernelBuild, build).build_extension(ext)
+            try:
+                super(KernelBuild, build).build_extension(ext)
+            except CompileError:
+                if ext.name != GENERIC:
+                    raise
+                self.warn(f"compiling {ext.name} again with -O2, because -O3 failed")
+                ext.extra_compile_args.append("-O2")  # overrides -O3, and leaves the bits alone
+                super(KernelBuild, build).build_extension(ext)
         elif os.path.abspath(made) != os.path.abspath(target):
             self.mkpath(os.path.dirname(target))
             self.copy_file(made, target)
@@ -214,7 +223,6 @@ setup(
             optional=True,
         )
         for each in SETS
-        if IS_X86 or not each.options
     ],
     extras_require={
         "gateway": GATEWAY,

@@ -13,7 +13,9 @@ from protocol.engine.model_card import SamplingDefaults
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 Poisoning = Literal["off", "zeros", "plausible", "wild"]
-KernelSet = Literal["auto", "avx512bf16", "avx512", "avx2", "generic", "torch"]
+KernelSet = Literal[
+    "auto", "avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "neon", "generic", "torch"
+]
 Gpu = Literal["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4", "cuda:5", "cuda:6", "cuda:7"]
 Device = Literal["auto", "cpu", "cuda", Gpu]
 AttentionBackend = Literal["auto", "flash", "triton", "torch"]

@@ -48,10 +48,13 @@ class RandomTensors:
     All numbers are exact in bfloat16."""
 
     def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {index}".encode()))
-        values = torch.randn(target.shape, generator=generator)
+        values = self.drawn(target.shape, zlib.crc32(f"{name} {index}".encode()))
         is_norm = "norm" in name and name.endswith("weight")
         target.copy_((values * 0.1 + 1 if is_norm else values * 0.15).bfloat16())
+
+    def drawn(self, shape: torch.Size, seed: int) -> Tensor:
+        """Return random numbers with a mean of 0 and a deviation of 1."""
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
         return None
@@ -85,15 +88,20 @@ def model_spec(*layers: LayerSpec, **changes: Any) -> ModelSpec:
 
 
 def random_decoder(
-    spec: ModelSpec, kernels: Kernels, dtype: torch.dtype, kind: BlockKind | None = None
+    spec: ModelSpec,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    kind: BlockKind | None = None,
+    *,
+    source: type[RandomBlocks] = RandomBlocks,
 ) -> DecoderModel:
     """Return a decoder with packed weights for compiled kernels, else with dense ones. With `kind`,
-    the weights are quantised blocks, and their inputs are rounded to eight bits."""
+    the weights are quantised blocks of `source`, and their inputs are rounded to eight bits."""
     form: WeightForm = "packed" if isinstance(kernels, NativeKernels) else "dense"
     tensors = ModelTensors(spec, names_of(ROLES))
     weights = load_weights(
         tensors,
-        RandomTensors() if kind is None else RandomBlocks(tensors, kind),
+        RandomTensors() if kind is None else source(tensors, kind),
         dtype=dtype,
         device=torch.device("cpu"),
         layout=layout(kernels, form, dtype, "bfloat16" if kind is None else "int8"),

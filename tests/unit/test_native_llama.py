@@ -20,6 +20,7 @@ from tests.support.same_bits import small_model
 from worker.attention.select import select_attention
 from worker.attention.torch_paged import TorchPagedAttention
 from worker.device.cpuinfo import cpu_flags
+from worker.device.machine import cpu_name
 from worker.errors import UnusableModel
 from worker.kernels import library, prepacked
 from worker.kernels.base import Kernels
@@ -260,9 +261,29 @@ def test_without_quantised_weights_nothing_is_rounded_and_the_option_changes_no_
 def test_a_processor_can_run_the_instruction_sets_whose_flags_it_has() -> None:
     flags = frozenset({"avx2", "fma", "f16c", "sse2"})
     assert [each.name for each in runnable(flags)] == ["avx2", "generic"]
+    assert [each.name for each in runnable(flags | {"avx_vnni"})] == ["avxvnni", "avx2", "generic"]
     assert [each.name for each in runnable(frozenset())] == ["generic"]
     every = frozenset().union(*(each.needs for each in INSTRUCTION_SETS))
     assert runnable(every) == list(INSTRUCTION_SETS)
+
+
+@pytest.mark.parametrize(
+    ("features", "names"),
+    [
+        ("fp asimd evtstrm aes crc32 cpuid", ["generic"]),  # Cortex-A72: Raspberry Pi 4
+        ("fp asimd aes crc32 atomics fphp asimdhp asimdrdm lrcpc asimddp", ["neon", "generic"]),
+        ("fp asimd crc32 atomics asimdhp asimddp sve i8mm bf16", ["i8mm", "neon", "generic"]),
+    ],
+)
+def test_the_features_of_an_arm_processor_select_its_sets(
+    tmp_path: Path, features: str, names: list[str]
+) -> None:
+    part = "CPU implementer\t: 0x41\nCPU architecture: 8\nCPU part\t: 0xd0c\n"
+    (tmp_path / "cpuinfo").write_text(
+        f"processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: {features}\n{part}"
+    )
+    assert [each.name for each in runnable(cpu_flags(tmp_path / "cpuinfo"))] == names
+    assert cpu_name(tmp_path / "cpuinfo") == f"0x41, 0xd0c, {features}"
 
 
 def test_an_instruction_set_that_the_processor_lacks_is_refused_by_name() -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from worker.device.cpuinfo import cpu_flags
-from worker.kernels.instruction_sets import INSTRUCTION_SETS
+from worker.kernels.instruction_sets import INSTRUCTION_SETS, sets_of
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = f"worker/kernels/_generic{sysconfig.get_config_var('EXT_SUFFIX')}"
-IS_X86 = platform.machine() in ("x86_64", "AMD64")
+OWN_SETS = sets_of(platform.machine())
 SETS_AND_FLAGS = ("worker/kernels/instruction_sets.py", "worker/device/cpuinfo.py")
 SOURCES = ("setup.py", "worker/kernels/instruction_sets.py", "worker/kernels/csrc/simd.h")
 
@@ -51,6 +51,20 @@ runpy.run_path("setup.py", run_name="__main__")
 whether the copy overwrites a file."""
 
 
+FAILS_AT_O3 = """#!/bin/sh
+for option in "$@"; do
+    case $option in
+    -O*) level=$option ;;
+    -c) compiles=yes ;; # the other call links
+    esac
+    test "$last" = -o && out=$option
+    last=$option
+done
+test "$compiles" = yes && test "$level" = -O3 && exit 1
+echo made > "$out"
+"""
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Return a folder with the files that setup.py reads, and a library newer than all of them."""
@@ -65,13 +79,19 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def build(checkout: Path, *options: str, program: Sequence[str] = ("setup.py",)) -> str:
-    """Build into the folder `out` with a compiler that always fails. Return what is printed."""
+def build(
+    checkout: Path,
+    *options: str,
+    program: Sequence[str] = ("setup.py",),
+    compiler: str = "false",
+) -> str:
+    """Build into the folder `out` with a compiler that, by default, always fails. Return what is
+    printed."""
     folders = ("--build-lib", "out", "--build-temp", "temp")
     done = subprocess.run(
         [sys.executable, *program, "build_ext", *folders, *options],
         cwd=checkout,
-        env={**os.environ, "CC": "false", "CXX": "false"},
+        env={**os.environ, "CC": compiler, "CXX": compiler},
         check=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -108,8 +128,28 @@ def test_a_library_older_than_a_source_is_compiled(checkout: Path, source: str) 
 def test_a_build_in_place_has_only_the_sets_of_this_processor(checkout: Path) -> None:
     names = {each.name for each in INSTRUCTION_SETS if each.needs <= cpu_flags()}
     assert tried(build(checkout, "--inplace", "--force")) == names
-    if IS_X86:
-        assert tried(build(checkout, "--force")) == {each.name for each in INSTRUCTION_SETS}
+    assert tried(build(checkout, "--force")) == {each.name for each in OWN_SETS}
+
+
+def test_a_compiler_that_fails_at_o3_compiles_the_generic_set_at_o2(checkout: Path) -> None:
+    """g++ 12 for ARM once had an internal error at -O3, and there were no kernels at all."""
+    compiler = checkout / "compiler"
+    compiler.write_text(FAILS_AT_O3)
+    compiler.chmod(0o755)
+    printed = build(checkout, "--force", compiler=str(compiler))
+    assert (checkout / "out" / LIBRARY).read_text() == "made\n"
+    assert "compiling worker.kernels._generic again with -O2" in printed
+    assert [path.name for path in (checkout / "out").rglob("_*.so")] == [Path(LIBRARY).name]
+
+
+def test_an_architecture_has_its_own_sets_and_the_generic_one() -> None:
+    """Names are those of Linux, Windows and macOS."""
+    assert [each.name for each in sets_of("aarch64")] == ["i8mm", "neon", "generic"]
+    assert sets_of("arm64") == sets_of("aarch64")
+    assert sets_of("AMD64") == sets_of("x86_64")
+    assert [each.name for each in sets_of("riscv64")] == ["generic"]
+    of_all = {each for machine in ("x86_64", "aarch64") for each in sets_of(machine)}
+    assert of_all == set(INSTRUCTION_SETS)
 
 
 def tried(printed: str) -> set[str]:
@@ -117,13 +157,15 @@ def tried(printed: str) -> set[str]:
     return set(re.findall(r"building 'worker\.kernels\._(\w+)' extension", printed))
 
 
-@pytest.mark.skipif(not IS_X86, reason="the instruction sets are those of x86")
-@pytest.mark.skipif(not shutil.which("c++"), reason="there is no C++ compiler")
 @pytest.mark.parametrize("name", [each.name for each in INSTRUCTION_SETS])
-def test_the_compiler_accepts_each_instruction_set(name: str) -> None:
-    """This includes the sets that a build in place skips because this processor cannot run them."""
-    (options,) = (each.options for each in INSTRUCTION_SETS if each.name == name)
+def test_a_compiler_accepts_each_instruction_set(name: str) -> None:
+    """This includes the sets that a build in place skips because this processor cannot run them,
+    and those of ARM if there is a cross compiler."""
+    (each,) = (each for each in INSTRUCTION_SETS if each.name == name)
+    compiler = "c++" if each in OWN_SETS else f"{each.machine}-linux-gnu-g++"
+    if not shutil.which(compiler):
+        pytest.skip(f"there is no {compiler}")
     source = str(ROOT / "worker/kernels/csrc/kernels.cpp")
-    command = ["c++", "-std=c++17", "-fsyntax-only", "-w", *options, source]
+    command = [compiler, "-std=c++17", "-fsyntax-only", "-w", *each.options, source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert not done.returncode, done.stderr

@@ -1,7 +1,6 @@
 """Facts about this machine: CPU features, cores, memory, the torch build. It does not import torch.
 
-Most functions only read facts. `dtype_name` and `choose_threads` decide, and take the facts as
-arguments.
+Most functions only read facts. `choose_threads` decides, and takes the facts as arguments.
 """
 
 from __future__ import annotations
@@ -14,6 +13,10 @@ from pathlib import Path
 
 from protocol.process.control_groups import CGROUPS, PROC, own_groups
 from worker.device.cpuinfo import CPUINFO, first_of
+
+X86_NAMES = ("model name", "cpu family", "model", "flags")
+ARM_NAMES = ("CPU implementer", "CPU part", "CPU variant", "Features")
+"""Names of lines in /proc/cpuinfo."""
 
 
 def choose_threads(wanted: int, *, cores: int, quota: float | None, local_size: int = 1) -> int:
@@ -44,15 +47,16 @@ def thread_warning(wanted: int, *, cores: int, quota: float | None) -> str:
 
 
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """Return the processor's name as the system spells it; empty if the system does not list it."""
+    """Return the processor's name as the system spells it; empty if the system does not list it, as
+    on ARM."""
     return first_of(cpuinfo, "model name")
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the first core's model name, family, model number and flags, separated by ", "; empty
-    if the system lists none of them."""
-    names = (first_of(cpuinfo, name) for name in ("model name", "cpu family", "model", "flags"))
-    return ", ".join(name for name in names if name)
+    """Return what identifies the first core and its flags, separated by ", "; empty if the system
+    lists nothing."""
+    values = (first_of(cpuinfo, name) for name in (*X86_NAMES, *ARM_NAMES))
+    return ", ".join(value for value in values if value)
 
 
 def allowed_cores() -> int:

@@ -32,11 +32,14 @@ class FastTypes(NamedTuple):
 FASTEST = {
     "avx512bf16": FastTypes("bfloat16", True, "auto"),
     "avx512": FastTypes("float32", True, "bfloat16"),
+    "avxvnni": FastTypes("float32", True, "bfloat16"),
     "avx2": FastTypes("float32", True, "bfloat16"),
+    "i8mm": FastTypes("float32", True, "bfloat16"),
+    "neon": FastTypes("float32", True, "bfloat16"),
     "generic": FastTypes("float32", False, "auto"),
 }
-"""Instruction set -> its types, by the measurements in docs/contribute/number-formats.md. Attention
-that reads float32 waits for memory, so keys and values are faster in bfloat16. They are nowhere
+"""Instruction set -> its types, by the measurements in docs/contribute/number-formats.md; on ARM,
+which was only emulated, those of the sets with the same kinds of products. Attention that reads float32 waits for memory, so keys and values are faster in bfloat16. They are nowhere
 rounded to eight bits: that would be faster still, at a small loss of quality."""
 ON_GPU = FastTypes("bfloat16", False, "auto")
 

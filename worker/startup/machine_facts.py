@@ -23,9 +23,10 @@ from worker.kernels.number_types import number_types
 
 SPEED_FLAGS = frozenset(
     {"avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
-    | {"neon", "asimd", "sve", "bf16", "i8mm"}
+    | {"avx_vnni"}
+    | {"neon", "asimd", "asimddp", "sve", "bf16", "i8mm"}
 )
-"""CPU features that affect speed or precision. The second line lists those of ARM."""
+"""CPU features that affect speed or precision. The last line lists those of ARM."""
 
 
 def machine_facts(libraries: Path) -> MachineFacts:

@@ -7,14 +7,19 @@
 // first-level cache, a run of groups at a time.
 #pragma once
 
+#include "arm_quads.h"
 #include "rounded.h"
 #include "tiles.h"
 
 namespace {
 
 // Most rows of a tile. With six, the instructions that add do not wait for one another, and more sizes of
-// tiles would take long to compile. Without AVX2, tiles would be slow to compile and not faster.
-constexpr int INTEGER_ROWS = LANES > 4 ? 6 : 1;
+// tiles would take long to compile. Without an instruction for quads, tiles would be slow to compile and not faster.
+constexpr int INTEGER_ROWS = LANES > 4 || SIGNED_QUADS ? 6 : 1;
+
+// Returns the vectors of outputs of a tile. One row has few sums, so all outputs of a panel are computed together, if an
+// instruction adds all four products.
+constexpr int vectors_of(int rows) { return rows == 1 && HAS_QUAD_PRODUCTS ? PANEL / LANES : TILE_VECTORS; }
 
 // Groups of a panel, as they are stored, and unpacked if the format is not read in place.
 struct GroupRun {
@@ -66,13 +71,13 @@ template <int64_t FORMAT> struct GroupInPlace {
             const Words nibbles = load_as<Words>(words + word / 2 * PANEL * 4) >> word % 2 * 4 & 0x0f0f0f0f;
             if constexpr (T.nibbles == THEMSELVES) return nibbles;
             else return in_plane(plane, looked_up(OFFSET_INTEGERS<FORMAT>.of, nibbles));
-        } else return in_plane(plane, load_as<Words>(words + word * PANEL * 4) ^ 0x80808080);
+        } else return in_plane(plane, load_as<Words>(words + word * PANEL * 4) ^ quad_offset(T) * 0x01010101u);
     }
     static INLINE Words in_plane(int plane, Words bytes) {
         return Block::PLANES == 1 ? bytes : bytes >> 4 * plane & 0x0f0f0f0f;
     }
     INLINE Scaling scaling(int b, int o) const { return scaling_of<FORMAT>(header, group, b, o); }
-    static INLINE int offset(const GroupRun &) { return offset_of(T); }
+    static INLINE int offset(const GroupRun &) { return quad_offset(T); }
 };
 
 // Reads an unpacked group with BLOCKS blocks, of integers up to GREATEST.
@@ -90,54 +95,69 @@ template <int NUM_BLOCKS, bool HAS_MINIMA, int GREATEST> struct GroupUnpacked {
         return load_as<Words>((const Quad *)unpacked.weights + word * PANEL + o);
     }
     INLINE Scaling scaling(int b, int o) const { return unpacked.scaling<MINIMA>(g, b, o); }
-    static INLINE int offset(const GroupRun &run) { return offset_of(TRAITS[run.format]); }
+    static INLINE int offset(const GroupRun &run) { return quad_offset(TRAITS[run.format]); }
 };
 
 // Adds the products of ROWS rows of x and a block to `total`.
-template <int ROWS, class G>
+#if defined(__ARM_FEATURE_DOTPROD)
+template <int ROWS, int VECTORS, class G>
 INLINE void multiply_quads(const G &group, int b, int o, const uint8_t *const (&x)[ROWS],
-                           Ints (&total)[ROWS][TILE_VECTORS]) {
+                           Ints (&total)[ROWS][VECTORS]) {
+    constexpr int WORDS = G::Block::WORDS;
+    const uint8_t *of_block[ROWS];
+    for (int m = 0; m < ROWS; m++) of_block[m] = x[m] + b * WORDS * 4;
+    auto quad = [&](int w, int j) __attribute__((always_inline)) { return group.quad(b, 0, w, o + j * LANES); };
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (ROWS > 1) return add_by_pairs<WORDS>(of_block, quad, total);
+#endif
+    add_by_words<WORDS>(of_block, quad, total);
+}
+#else
+template <int ROWS, int VECTORS, class G>
+INLINE void multiply_quads(const G &group, int b, int o, const uint8_t *const (&x)[ROWS],
+                           Ints (&total)[ROWS][VECTORS]) {
     using K = typename G::Block;
     auto word_of_x = [&](int m, int k) __attribute__((always_inline)) {
         return load_as<uint32_t>(x[m] + (b * K::WORDS + k) * 4);
     };
     for (int p = 0; p < K::PLANES; p++)
         for (int first = 0; first < K::WORDS; first += K::DEPTH) {
-            QuadSums part[ROWS][TILE_VECTORS] = {};
+            QuadSums part[ROWS][VECTORS] = {};
 #pragma GCC unroll 8
             for (int k = 0; k < K::DEPTH; k++) {
-                Words across[TILE_VECTORS];
-                for (int j = 0; j < TILE_VECTORS; j++) across[j] = group.quad(b, p, first + k, o + j * LANES);
+                Words across[VECTORS];
+                for (int j = 0; j < VECTORS; j++) across[j] = group.quad(b, p, first + k, o + j * LANES);
                 for (int m = 0; m < ROWS; m++)
-                    for (int j = 0; j < TILE_VECTORS; j++)
+                    for (int j = 0; j < VECTORS; j++)
                         part[m][j] = add_products(part[m][j], across[j], word_of_x(m, first + k));
                 if (ADDS_IN_SHORTS) forget_memory(); // otherwise the compiler loads all words of x first
             }
             for (int m = 0; m < ROWS; m++)
-                for (int j = 0; j < TILE_VECTORS; j++)
+                for (int j = 0; j < VECTORS; j++)
                     total[m][j] += in_32_bits(part[m][j], p == 0 ? 1 : 16);
         }
 }
+#endif
 
 // Multiplies a tile of ROWS rows by groups that G reads.
 template <int ROWS, class G> INLINE void multiply_groups(const IntegerTile &tile) {
-    constexpr int BLOCKS = G::BLOCKS;
+    constexpr int BLOCKS = G::BLOCKS, VECTORS = vectors_of(ROWS);
     const GroupRun &run = tile.weights;
     const RoundedGroups &x = tile.x;
     const int offset = G::offset(run);
-    for (int o = 0; o < PANEL; o += TILE_VECTORS * LANES) {
-        Floats sums[ROWS][TILE_VECTORS];
+    for (int o = 0; o < PANEL; o += VECTORS * LANES) {
+        Floats sums[ROWS][VECTORS];
         for (int m = 0; m < ROWS; m++)
-            for (int j = 0; j < TILE_VECTORS; j++) sums[m][j] = load(tile.sums[m] + o + j * LANES);
+            for (int j = 0; j < VECTORS; j++) sums[m][j] = load(tile.sums[m] + o + j * LANES);
         for (int64_t g = 0; g < run.groups; g++) {
             const G group(run, g);
             if (o == 0) tile.ahead.prefetch(g);
             const uint8_t *bytes[ROWS];
             for (int m = 0; m < ROWS; m++) bytes[m] = x.bytes + (tile.at[m] + g) * GROUP;
             for (int b = 0; b < BLOCKS; b++) {
-                Ints total[ROWS][TILE_VECTORS] = {};
-                multiply_quads<ROWS>(group, b, o, bytes, total);
-                for (int j = 0; j < TILE_VECTORS; j++) {
+                Ints total[ROWS][VECTORS] = {};
+                multiply_quads<ROWS, VECTORS>(group, b, o, bytes, total);
+                for (int j = 0; j < VECTORS; j++) {
                     const Scaling scaling = group.scaling(b, o + j * LANES);
                     for (int m = 0; m < ROWS; m++) {
                         const int64_t block = (tile.at[m] + g) * BLOCKS + b;
@@ -153,7 +173,7 @@ template <int ROWS, class G> INLINE void multiply_groups(const IntegerTile &tile
             }
         }
         for (int m = 0; m < ROWS; m++)
-            for (int j = 0; j < TILE_VECTORS; j++) store(tile.sums[m] + o + j * LANES, sums[m][j]);
+            for (int j = 0; j < VECTORS; j++) store(tile.sums[m] + o + j * LANES, sums[m][j]);
     }
 }
 

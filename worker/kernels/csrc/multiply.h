@@ -2,8 +2,8 @@
 //
 // - One column at a time in float, or pairs of columns in bfloat16, added to floats. Linears and attention
 //   use both.
-// - Quads of columns in integers, added to integers: four unsigned bytes of each weight's row times four
-//   signed bytes of x. Only linears use these.
+// - Quads of columns in integers, added to integers: four bytes of each weight's row times four signed bytes of x.
+//   Only linears use these. The bytes of weights are signed on ARM, and unsigned otherwise.
 #pragma once
 
 #include "simd.h"
@@ -42,7 +42,20 @@ typedef ByFloats ByPairs;
 
 constexpr int MOST_SHORT = 32767;
 
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool SIGNED_QUADS = true;
+#else
+constexpr bool SIGNED_QUADS = false;
+#endif
+
+// Whether an instruction multiplies quads and adds all four products in 32 bits.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+constexpr bool HAS_QUAD_PRODUCTS = true;
+#else
+constexpr bool HAS_QUAD_PRODUCTS = false;
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
 // Emits no instruction. Without it the compiler adds integers in another order, which keeps more products
 // than there are registers. tests/support/avx512_emulation.h defines it as nothing.
 #ifndef KEEP_ORDER
@@ -76,6 +89,8 @@ typedef Ints QuadSums;
 INLINE QuadSums add_products(QuadSums sums, Words weights, uint32_t x) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32((int)x));
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32((int)x));
 #else
     for (int i = 0; i < 32; i += 8) sums += (Ints)(weights >> i & 0xff) * (int8_t)(x >> i);
     return sums;

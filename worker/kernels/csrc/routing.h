@@ -34,8 +34,11 @@ struct Routing {
     // equal scores, the first is chosen.
     template <class N> void choose(int64_t t, const N *scores, bool renormalize) {
         int64_t *own = chosen.data() + t * top_k;
-        float *share = weights.data() + t * top_k, peak = to_float(scores[0]), total = 0;
-        for (int64_t e = 1; e < experts; e++) peak = std::fmax(peak, to_float(scores[e]));
+        float *share = weights.data() + t * top_k, peak = -INFINITY, total = 0;
+        for (int64_t e = 0; e < experts; e++) { // std::fmax here crashes g++ 12 for ARM
+            const float score = to_float(scores[e]);
+            peak = score > peak ? score : peak;
+        }
         for (int64_t e = 0; e < experts; e++) total += exponential(to_float(scores[e]) - peak);
         for (int64_t k = 0; k < top_k; k++) {
             own[k] = next_best(scores, own, k);

@@ -170,6 +170,8 @@ INLINE int32_t max_in(Ints x) {
     __m128i most = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
     most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
     return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+#elif defined(__aarch64__)
+    return vmaxvq_s32((int32x4_t)x);
 #else
     int32_t most = x[0];
     for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
@@ -185,6 +187,8 @@ INLINE int32_t sum(Ints x) {
     __m128i sums = _mm_add_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
     sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1)));
+#elif defined(__aarch64__)
+    return vaddvq_s32((int32x4_t)x);
 #else
     int32_t total = 0;
     for (int i = 0; i < LANES; i++) total += x[i];
@@ -193,8 +197,12 @@ INLINE int32_t sum(Ints x) {
 }
 
 INLINE Floats square_root(Floats x) {
+#if defined(__aarch64__)
+    return (Floats)vsqrtq_f32((float32x4_t)x);
+#else
     for (int i = 0; i < LANES; i++) x[i] = std::sqrt(x[i]);
     return x;
+#endif
 }
 
 // Returns table[b] in place of each byte b, of 0 to 15.
@@ -205,6 +213,8 @@ INLINE Words looked_up(const int8_t (&table)[16], Words bytes) {
 #elif defined(__AVX2__)
     const __m256i everywhere = _mm256_broadcastsi128_si256(load_as<__m128i>(table));
     return (Words)_mm256_shuffle_epi8(everywhere, (__m256i)bytes);
+#elif defined(__aarch64__)
+    return (Words)vqtbl1q_s8(load_as<int8x16_t>(table), (uint8x16_t)bytes);
 #else
     uint8_t each[LANES * 4];
     store_as(each, bytes);
@@ -219,6 +229,8 @@ INLINE Floats load_f16(const uint16_t *from) {
     return (Floats)_mm512_cvtph_ps(load_as<__m256i>(from));
 #elif defined(__F16C__)
     return (Floats)_mm256_cvtph_ps(load_as<__m128i>(from));
+#elif defined(__aarch64__)
+    return (Floats)vcvt_f32_f16(load_as<float16x4_t>(from));
 #else
     Words half = widened(load_as<Halves>(from));
     Floats size = (Floats)((half & 0x7fff) << 13) * 0x1p112f;

@@ -66,6 +66,13 @@ INLINE Floats sums_of(const Sixteen *v) {
         c[i] = _mm256_add_ps(_mm256_unpacklo_ps(b[2 * i], b[2 * i + 1]), _mm256_unpackhi_ps(b[2 * i], b[2 * i + 1]));
     const __m256d x = _mm256_castps_pd(c[0]), y = _mm256_castps_pd(c[1]);
     return (Floats)_mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+#elif defined(__aarch64__)
+    float32x4_t b[2];
+    for (int i = 0; i < 2; i++) { // b[i] has vectors 2 i and 2 i + 1
+        const float64x2_t x = (float64x2_t)folded(v[2 * i]), y = (float64x2_t)folded(v[2 * i + 1]);
+        b[i] = vaddq_f32((float32x4_t)vzip1q_f64(x, y), (float32x4_t)vzip2q_f64(x, y));
+    }
+    return (Floats)vpaddq_f32(b[0], b[1]);
 #else
     Floats sums;
     for (int i = 0; i < LANES; i++) {

@@ -175,13 +175,16 @@ template <int PLANES> INLINE void store_quad(Quad *to, int word, int o, Words by
     store_as(to + (GROUP / 4 + word) * PANEL + o, bytes >> 4 & 0x0f0f0f0f);
 }
 
-// The integers that the nibbles of a format stand for, with the format's offset.
+// Returns what is added to the integers of a format in quads.
+constexpr int quad_offset(const Traits &t) { return SIGNED_QUADS ? 0 : offset_of(t); }
+
+// The integers that the nibbles of a format stand for, with the offset of quads.
 template <int64_t FORMAT> struct OffsetIntegers {
-    int8_t of[16] = {}; // the bytes of unsigned integers
+    int8_t of[16] = {}; // bytes; of unsigned integers if there is an offset
 
     constexpr OffsetIntegers() {
         for (int i = 0; i < 16; i++)
-            of[i] = (int8_t)(INTEGERS[TRAITS[FORMAT].nibbles][i] + offset_of(TRAITS[FORMAT]));
+            of[i] = (int8_t)(INTEGERS[TRAITS[FORMAT].nibbles][i] + quad_offset(TRAITS[FORMAT]));
     }
 };
 
@@ -189,7 +192,7 @@ template <int64_t FORMAT> constexpr OffsetIntegers<FORMAT> OFFSET_INTEGERS{};
 
 template <int64_t FORMAT> INLINE void unpack_quads(const uint8_t *from, Quad *to) {
     constexpr Traits T = TRAITS[FORMAT];
-    constexpr int PLANES = planes_of(greatest_of(T)), OFFSET = offset_of(T);
+    constexpr int PLANES = planes_of(greatest_of(T)), OFFSET = quad_offset(T);
     for (int o = 0; o < PANEL; o += LANES) {
         Words word[T.bits];
         for (int j = 0; j < T.bits; j++) word[j] = load_as<Words>(from + (j * PANEL + o) * 4);
@@ -199,11 +202,13 @@ template <int64_t FORMAT> INLINE void unpack_quads(const uint8_t *from, Quad *to
             if constexpr (T.bits == 4) {
                 bytes = word[w / 2] >> w % 2 * 4 & 0x0f0f0f0f;
                 if constexpr (T.nibbles != THEMSELVES) bytes = looked_up(OFFSET_INTEGERS<FORMAT>.of, bytes);
-            } else if constexpr (T.bits == 8) bytes = word[w] ^ 0x80808080;
+            } else if constexpr (T.bits == 8) bytes = word[w] ^ OFFSET * 0x01010101u;
             else
                 for (int i = 0; i < 4; i++) {
                     const int column = w / 2 * 8 + QUAD_ORDER[w % 2 * 4 + i];
-                    bytes |= ((Words)field<T.bits, false>(word, column) ^ (uint32_t)OFFSET) << 8 * i;
+                    if constexpr (SIGNED_QUADS)
+                        bytes |= ((Words)field<T.bits, T.is_signed>(word, column) & 0xff) << 8 * i;
+                    else bytes |= ((Words)field<T.bits, false>(word, column) ^ (uint32_t)OFFSET) << 8 * i;
                 }
             store_quad<PLANES>(to, w, o, bytes);
         }
@@ -220,6 +225,10 @@ template <bool IS_SIGNED> INLINE Ints load_bytes(const uint8_t *from) {
 #elif defined(__AVX2__)
     const __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
     return (Ints)(IS_SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#elif defined(__aarch64__)
+    const uint64_t bytes = load_as<uint32_t>(from);
+    return (Ints)(IS_SIGNED ? vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)bytes)))
+                            : (int32x4_t)vmovl_u16(vget_low_u16(vmovl_u8((uint8x8_t)bytes))));
 #else
     Ints x;
     for (int i = 0; i < LANES; i++) x[i] = IS_SIGNED ? (int8_t)from[i] : from[i];
@@ -229,7 +238,8 @@ template <bool IS_SIGNED> INLINE Ints load_bytes(const uint8_t *from) {
 
 // Returns 2^(exponent - 128), exactly: the least two are subnormal numbers.
 INLINE Floats power_of_two(Ints exponent) {
-    return (Floats)(exponent < 2 ? 0x00200000 << exponent : (exponent - 1) << 23);
+    const Ints subnormal = (Ints{} + 0x00200000) << exponent; // clang mixes no scalar with the vectors of a choice
+    return (Floats)(exponent < 2 ? subnormal : (exponent - 1) << 23);
 }
 
 // Returns the scales and minima of outputs o, ... and block `b` of a group.
