@@ -44,11 +44,13 @@ def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     [
         ("auto", AVX512 | {"avx512_bf16", "avx512_vnni"}, (BFLOAT, "auto", ROUNDS)),
         ("auto", AVX512, (FLOAT, BFLOAT, ROUNDS)),
+        ("auto", AVX2 | {"avx_vnni"}, (FLOAT, BFLOAT, ROUNDS)),
         ("auto", AVX2, (FLOAT, BFLOAT, ROUNDS)),
         ("auto", frozenset(), (FLOAT, "auto", EXACT)),
         # A better processor decides as one that has no more than the set.
         ("avx512bf16", ALL_FLAGS, (BFLOAT, "auto", ROUNDS)),
         ("avx512", ALL_FLAGS, (FLOAT, BFLOAT, ROUNDS)),
+        ("avxvnni", ALL_FLAGS, (FLOAT, BFLOAT, ROUNDS)),
         ("avx2", ALL_FLAGS, (FLOAT, BFLOAT, ROUNDS)),
         ("generic", ALL_FLAGS, (FLOAT, "auto", EXACT)),
         ("torch", AVX2 | {"avx512_bf16"}, (BFLOAT, "auto", EXACT)),

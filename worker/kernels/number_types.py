@@ -39,8 +39,10 @@ FASTEST = {
     "generic": FastTypes("float32", False, "auto"),
 }
 """Instruction set -> its types, by the measurements in docs/contribute/number-formats.md; on ARM,
-which was only emulated, those of the sets with the same kinds of products. Attention that reads float32 waits for memory, so keys and values are faster in bfloat16. They are nowhere
-rounded to eight bits: that would be faster still, at a small loss of quality."""
+which was only emulated, those of the sets with the same kinds of products.
+
+Attention that reads float32 waits for memory, so keys and values are faster in bfloat16. They are
+nowhere rounded to eight bits: that would be faster still, at a small loss of quality."""
 ON_GPU = FastTypes("bfloat16", False, "auto")
 
 
