@@ -22,7 +22,7 @@ from tests.support.checkpoints import random_llama, write_directory
 from tests.support.eager import BLOCK_TOKENS, CPU, EagerStepper, assert_same, expected, some_tokens
 from tests.support.family_models import FULL, MAMBA, MODEL_TYPES, OWN_SIZES, RECURRENT, random_model
 from tests.support.gguf_files import write_gguf
-from tests.support.kernels import NAMES, native_kernels
+from tests.support.kernels import FLOAT_NAMES, native_kernels
 from tests.support.same_bits import DENSE, small_model
 from worker.attention.select import select_attention
 from worker.loading.decoder import LoadedModel, load_model
@@ -175,7 +175,7 @@ def test_an_adapter_of_the_checkpoint_fits_its_gguf_file(tmp_path: Path, kernels
     assert_same(logprobs(ours), logprobs(expected(adapted, tokens)), MAX_ERROR)
 
 
-@pytest.mark.parametrize("instructions", NAMES)
+@pytest.mark.parametrize("instructions", FLOAT_NAMES)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [(DENSE, torch.float32), (DENSE, torch.bfloat16), ("Q4_1-int8", torch.bfloat16)],
@@ -217,7 +217,7 @@ def test_the_compiled_terms_are_those_of_torch(
 
 @pytest.mark.parametrize("kernels", ["whole", "eager"])
 def test_an_adapter_with_nan_changes_no_bit_of_other_requests(tmp_path: Path, kernels: str) -> None:
-    loaded = small_model(tmp_path, DENSE, torch.float32, NAMES[-1])
+    loaded = small_model(tmp_path, DENSE, torch.float32, FLOAT_NAMES[-1])
     if kernels == "eager":
         loaded.model.whole = None
     good, bad = (random_adapter(loaded, seed=seed, rank=5) for seed in range(2))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from protocol.engine.sampling import SamplingParams
 from tests.property.test_sampler import GREEDY, LARGE, PARAMS, SMALL, logits_of
-from tests.support.kernels import NAMES, native_kernels
+from tests.support.kernels import FLOAT_NAMES, native_kernels
 from tests.support.sampled_rows import RowRequest, bind_rows
 from worker.sampling.bans import RowMasks
 from worker.sampling.native_sampling import NativeSampling
@@ -70,7 +70,7 @@ def assert_equal(
         assert torch.equal(one, other)
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=FLOAT_NAMES)
 def native(request: pytest.FixtureRequest) -> NativeSampling:
     return NativeSampling(native_kernels(request.param))
 

@@ -6,6 +6,7 @@ that the processor lacks.
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,14 @@ from tests.support.gguf_files import SCALES
 from worker.checkpoint.gguf_file import GGMLType
 from worker.checkpoint.quant_blocks import BlockKind, QuantBlocks
 from worker.device.cpuinfo import cpu_flags
-from worker.kernels.instruction_sets import INSTRUCTION_SETS
+from worker.kernels.instruction_sets import sets_of
 from worker.kernels.library import NoKernels, load, runnable
 from worker.kernels.native import NativeKernels
 
-NAMES = [each.name for each in INSTRUCTION_SETS]
+NAMES = [each.name for each in sets_of(platform.machine())]
+"""The instruction sets of this architecture."""
+FLOAT_NAMES = [name for name in NAMES if name != "avxvnni"]
+"""Those that differ in more than products of integers. AVX-VNNI adds only these to AVX2."""
 ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Tolerances for values of about 1. That for bfloat16 is one or two units in the last place."""
 

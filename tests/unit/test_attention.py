@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.engine.kv_window import max_live_blocks, num_passed_blocks
-from tests.support.kernels import NAMES, assert_near, native_kernels
+from tests.support.kernels import FLOAT_NAMES, assert_near, native_kernels
 from tests.support.paged import PagedCase, attention_batch
 from tests.support.paged import case_of as paged_case
 from worker.attention import torch_paged
@@ -193,7 +193,7 @@ def native(name: str, case: PagedCase) -> NativePagedAttention:
     return NativePagedAttention(native_kernels(name), case.block_tokens)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 @settings(max_examples=25)
 @given(scored=scorings(native_cases()), padding=st.integers(0, 9))
 def test_compiled_attention_equals_the_reference_for_any_mix_of_rows(
@@ -204,7 +204,7 @@ def test_compiled_attention_equals_the_reference_for_any_mix_of_rows(
     assert_near(ours, case.attend(ReferenceAttention(), **scoring))
 
 
-@pytest.mark.parametrize("name", ["torch", *NAMES])
+@pytest.mark.parametrize("name", ["torch", *FLOAT_NAMES])
 def test_a_sink_far_from_all_scores_leaves_all_weight_or_none(name: str) -> None:
     """The exponential of the difference between score and sink overflows or is zero."""
     case = paged_case((700, 1), (3, 1), (30, 40), group=1, zeroed=True)
@@ -214,7 +214,7 @@ def test_a_sink_far_from_all_scores_leaves_all_weight_or_none(name: str) -> None
     assert torch.equal(ours[:, 1], torch.zeros_like(ours[:, 1]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256, 512])
 @KV_DTYPES
 def test_compiled_attention_in_bfloat16_differs_only_by_rounding(
@@ -228,7 +228,7 @@ def test_compiled_attention_in_bfloat16_differs_only_by_rounding(
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @KV_DTYPES
 def test_compiled_attention_gives_a_row_the_same_bits_alone_and_in_a_batch(
@@ -250,7 +250,7 @@ CHUNKS = ((1,) * 80, (7, 64, 9), (2, 1, 30, 47), (79, 1))
 """Ways to cut the last 80 positions of a text into chunks. Each chunk is the row of one step."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("before", [0, 460])
 @KV_DTYPES
@@ -286,7 +286,7 @@ def test_compiled_attention_gives_a_position_the_same_bits_in_any_chunk(
             start += count
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 @pytest.mark.parametrize("before", [0, 460])
 @pytest.mark.parametrize("window", [None, 33])
 def test_compiled_attention_gives_a_run_that_is_seen_whole_the_same_bits_in_any_chunk(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.kernels import NAMES, native_kernels
+from tests.support.kernels import FLOAT_NAMES, native_kernels
 from tests.support.paged import case_of
 from worker.attention.base import Attention
 from worker.attention.native_paged import NativePagedAttention
@@ -117,7 +117,7 @@ def test_tokens_are_written_as_into_a_plain_cache(dtype: torch.dtype, mapping: l
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["torch", *NAMES])
+@pytest.mark.parametrize("name", ["torch", *FLOAT_NAMES])
 @DTYPES
 def test_heads_are_placed_as_into_a_plain_cache(name: str, dtype: torch.dtype) -> None:
     kernels: Kernels = TorchKernels() if name == "torch" else native_kernels(name)
@@ -133,7 +133,7 @@ def test_heads_are_placed_as_into_a_plain_cache(name: str, dtype: torch.dtype) -
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["torch", *NAMES])
+@pytest.mark.parametrize("name", ["torch", *FLOAT_NAMES])
 @DTYPES
 def test_attention_reads_blocks_between_which_other_layers_lie(
     name: str, dtype: torch.dtype

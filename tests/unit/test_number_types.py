@@ -12,7 +12,7 @@ import torch
 from protocol.config.worker import KernelSet, WorkerConfig
 from protocol.tools.start_facts import ModelPlan
 from tests.support.checkpoints import random_llama, write_directory
-from tests.support.kernels import NAMES, native_kernels
+from tests.support.kernels import native_kernels
 from worker.device import device
 from worker.device.timing import StartupTiming
 from worker.errors import UnusableModel
@@ -22,6 +22,7 @@ from worker.kernels.number_types import FASTEST, number_types
 from worker.startup import assembly
 from worker.startup.preflight import preflight
 
+NAMES = [each.name for each in INSTRUCTION_SETS]
 ALL_FLAGS = frozenset[str]().union(*(each.needs for each in INSTRUCTION_SETS))
 AVX2 = frozenset({"avx2", "fma", "f16c"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

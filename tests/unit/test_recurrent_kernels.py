@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.kernels import NAMES, assert_near, native_kernels
+from tests.support.kernels import FLOAT_NAMES, assert_near, native_kernels
 from tests.support.recurrent_steps import (
     OFFSET,
     RecurrentLayer,
@@ -90,7 +90,7 @@ KINDS = [DELTAS[1], MAMBAS[1], MAMBAS_1[1], CONVS[1], LRUS[1]]
 """One layer of each kind."""
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=FLOAT_NAMES)
 def native(request: pytest.FixtureRequest) -> NativeKernels:
     return native_kernels(request.param)
 
@@ -169,7 +169,7 @@ def prefix_alone(
 
 @settings(max_examples=100, deadline=None)
 @given(case=recurrent_cases())
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 def test_any_steps_give_the_bits_of_each_request_alone_in_one_step(
     name: str, case: RecurrentCase
 ) -> None:
@@ -184,7 +184,7 @@ def test_any_steps_give_the_bits_of_each_request_alone_in_one_step(
 
 @settings(max_examples=100, deadline=None)
 @given(case=recurrent_cases())
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 def test_any_steps_equal_those_in_torch(name: str, case: RecurrentCase) -> None:
     ours, theirs = case.run(native_kernels(name)), case.run(TorchKernels())
     for one, other in zip(ours.results, theirs.results, strict=True):

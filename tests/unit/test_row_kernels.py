@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.kernels import NAMES, assert_near, native_kernels, randn
+from tests.support.kernels import FLOAT_NAMES, assert_near, native_kernels, randn
 from worker.kernels.native import NativeKernels
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=FLOAT_NAMES)
 def native(request: pytest.FixtureRequest) -> NativeKernels:
     return native_kernels(request.param)
 
