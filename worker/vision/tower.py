@@ -22,6 +22,9 @@ from worker.errors import UnusableModel
 from worker.spec.wrappers import text_name
 from worker.vision.support import shrunk_text
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of weights that are not quantised."""
+
 
 class ImageTower:
     """The image encoder of one model.
@@ -46,21 +49,32 @@ class ImageTower:
 
     @classmethod
     def load(cls, path: Path, hidden: int, dtype: torch.dtype) -> ImageTower:
-        """Load the encoder of the checkpoint `path`. Raises UnusableModel if weights of it are
-        missing or have other shapes."""
+        """Load the encoder of the checkpoint `path`. Raises UnusableModel, without the path, if
+        transformers cannot build it, or if weights of it are missing, quantised or of other
+        shapes."""
         load_postponed(TORCH_SHAPES)  # transformers' classes need it
         from transformers import AutoConfig, AutoModelForImageTextToText
 
-        config = AutoConfig.from_pretrained(path)
-        shrunk_text(config)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        try:
+            config = AutoConfig.from_pretrained(path)
+            shrunk_text(config)
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            ImportError,
+            RuntimeError,
+        ) as error:
+            raise UnusableModel(f"transformers cannot build it: {error}") from error
         model = model.eval().requires_grad_(False)
         found = _read(path)
         wanted = {name: value for name, value in model.named_parameters() if _is_of_images(name)}
         for name, target in wanted.items():
             value = found.get(_key(name))
             if value is None or value.shape != target.shape:
-                raise UnusableModel(f"{path}: the image encoder's {name} is missing or has no fit")
+                raise UnusableModel(f"{name} is missing, quantised, or of another shape")
             target.copy_(value)
         for name, value in model.named_parameters():
             if name not in wanted:
@@ -117,6 +131,6 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     for file in weight_files(path):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no dict
-                if _is_of_images(name):
-                    found[_key(name)] = opened.get_tensor(name).float()
+                if _is_of_images(name) and (value := opened.get_tensor(name)).dtype in DTYPES:
+                    found[_key(name)] = value.float()
     return found
