@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.examples import examples
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,7 +35,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Time on a shared machine says nothing about an example. In CI the examples are always the same, so
 # that only a change can cause a failure; elsewhere they are new each time.
-settings.register_profile("tidegate", deadline=None, derandomize="CI" in os.environ)
+settings.register_profile(
+    "tidegate",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    max_examples=examples(50, 100),
+)
 settings.load_profile("tidegate")
 
 

@@ -201,6 +201,8 @@ def _model_memory(plan: ModelPlan) -> Finding:
     )
     if plan.state_bytes:
         text += f" ({_gib(plan.state_bytes)} of it for recurrent states)"
+    if plan.image_bytes:
+        text += f", {_gib(plan.image_bytes)} for images"
     if plan.max_len == plan.context_tokens:
         return Finding("memory", f"{text}; requests of up to {plan.max_len:,} tokens")
     text = f"{text}; requests of up to {plan.max_len:,} of {plan.context_tokens:,} tokens"
@@ -237,7 +239,7 @@ def _for_longer_requests(plan: ModelPlan) -> str:
     """Return the remedy if the K/V memory limits the length of requests. If the free memory
     suffices for the model's full context, the remedy is the option that reserves enough of it."""
     needed = plan.longest_kv_bytes * 1.01
-    if needed <= plan.free_bytes - plan.weights_bytes - plan.work_bytes:
+    if needed <= plan.free_bytes - (plan.device_bytes - plan.kv_bytes):
         return f"for the longest requests, set --kv-memory-gib {needed / GIB:.2f}"
     return f"no action needed; to accept this limit, set --max-len {plan.max_len}"
 

@@ -161,8 +161,8 @@ class Scheduler:
             step.budget = min(step.budget, max_tokens)
             reserved = min(len(decodes), max_tokens - len(decodes))
         self._schedule_prefills(step, prefills, may_admit=may_admit, reserved=reserved)
-        if self.unbound:
-            self._bind_fetched(step, max_tokens=self.limits.max_len)
+        if self.unbound and self._bind_fetched(step, max_tokens=self.limits.max_len):
+            may_admit = False  # newcomers would take the room that a whole run waits for
         if may_admit:
             self._admit(step)
         if is_shared:
@@ -441,21 +441,27 @@ class Scheduler:
         if self.checkpointing is not None:
             self.checkpointing.keep_read(request, step)
 
-    def _bind_fetched(self, step: Schedule, max_tokens: int) -> None:
-        """Bind the READY requests that have at most `max_tokens` tokens left to compute."""
+    def _bind_fetched(self, step: Schedule, max_tokens: int) -> bool:
+        """Bind the READY requests that have at most `max_tokens` tokens left to compute. Return
+        whether one of them waits for a step with more room."""
+        awaits_room = False
         for request in list(self.unbound):
             if step.budget == 0:
-                return
+                break
             if (
-                request.phase is RequestPhase.READY
-                and request.num_uncomputed <= max_tokens
-                and not self._images.is_held_back(request)
-                and self._fits(request, request.num_scheduled, step)
+                request.phase is not RequestPhase.READY
+                or request.num_uncomputed > max_tokens
+                or self._images.is_held_back(request)
             ):
-                self.unbound.remove(request)
-                if self.checkpointing is not None:
-                    self.checkpointing.read_kept(request, step)
-                self._bind(request, step)
+                continue
+            if not self._fits(request, request.num_scheduled, step):
+                awaits_room = True
+                continue
+            self.unbound.remove(request)
+            if self.checkpointing is not None:
+                self.checkpointing.read_kept(request, step)
+            self._bind(request, step)
+        return awaits_room
 
     def _bind(self, request: Request, step: Schedule) -> None:
         """Make an admitted request RUNNING, and schedule its first tokens.

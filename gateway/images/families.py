@@ -116,7 +116,7 @@ class AnyResolutionPrompter(ImagePrompter):
     processor = (
         "llava_onevision.image_processing_pil_llava_onevision.LlavaOnevisionImageProcessorPil"
     )
-    tensors = ("pixel_values", "image_sizes", "batch_num_images")
+    tensors: tuple[str, ...] = ("pixel_values", "image_sizes", "batch_num_images")
     differs_in_company = True
 
     def text(self, facts: ImageFacts, *, has_company: bool) -> ImageText:
@@ -138,10 +138,7 @@ class AnyResolutionPrompter(ImagePrompter):
         best_height, best_width = best_resolution(height, width, self._resolutions)
         side = math.isqrt(self._whole)
         rows, columns = side * (best_height // tile_height), side * (best_width // tile_width)
-        if width / height > columns / rows:
-            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
-        else:
-            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        rows, columns = unpadded(height, width, rows, columns)
         most = int(str(self.files.joint.get("vision_aspect_ratio", "anyres_max_9")).split("_")[-1])
         shrink = math.sqrt(rows * columns / (most * side**2))
         if shrink > 1.1:
@@ -168,6 +165,14 @@ def best_resolution(
         return kept, kept - resolution[0] * resolution[1]
 
     return max(resolutions, key=merit)
+
+
+def unpadded(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+    """Return the rows and columns of a grid without those that only the padding of an image covers,
+    which has made it as wide or as high as the grid."""
+    if width / height > columns / rows:
+        return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
+    return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2
 
 
 class LinePrompter(ImagePrompter):
@@ -232,6 +237,56 @@ class FixedPrompter(ImagePrompter):
         return ImageText(f"\n\n{self.marker}{pads}{end}\n\n")
 
 
+class SoftTokenPrompter(ImagePrompter):
+    """Gemma 4: as many placeholders as the image processor counts, between two tokens."""
+
+    processor = "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil"
+    tensors = ("pixel_values", "image_position_ids")
+
+    def text(self, facts: ImageFacts, *, has_company: bool) -> ImageText:
+        start = self.tokens.get("boi_token", "<|image>")
+        end = self.tokens.get("eoi_token", "<image|>")
+        pads = self.pad * facts.numbers["num_soft_tokens_per_image"][0]
+        return ImageText(f"{start}{pads}{end}")
+
+
+class CropPrompter(ImagePrompter):
+    """InternVL: the same number of placeholders for each crop of the image, between two tokens. As
+    in transformers, images are cropped whatever the settings of the checkpoint say."""
+
+    processor = "got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil"
+    tensors = ("pixel_values",)
+    arguments = {"crop_to_patches": True}  # never changed
+
+    def text(self, facts: ImageFacts, *, has_company: bool) -> ImageText:
+        start = self.tokens.get("start_image_token", "<img>")
+        end = self.tokens.get("end_image_token", "</img>")
+        count = self.files.joint_int("image_seq_length", 256) * facts.numbers["num_patches"][0]
+        return ImageText(f"{start}{self.pad * count}{end}")
+
+
+class NextPrompter(AnyResolutionPrompter):
+    """LLaVA-NeXT and Granite Vision: the whole image and its tiles, also if there are several
+    images."""
+
+    processor = "llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil"
+    tensors = ("pixel_values", "image_sizes")
+    differs_in_company = False
+
+    def text(self, facts: ImageFacts, *, has_company: bool) -> ImageText:
+        height, width = facts.numbers["image_sizes"][:2]
+        tile_height, tile_width = facts.shapes["pixel_values"][-2:]
+        vision, joint = self.files.config.get("vision_config") or {}, self.files.joint
+        patch = self.files.joint_int("patch_size", vision.get("patch_size", 14))
+        rows, columns = tile_height // patch, tile_width // patch
+        count = rows * columns + (joint.get("num_additional_image_tokens") or 0)
+        best_height, best_width = best_resolution(height, width, self._resolutions)
+        rows, columns = rows * (best_height // tile_height), columns * (best_width // tile_width)
+        rows, columns = unpadded(height, width, rows, columns)
+        is_default = joint.get("vision_feature_select_strategy") == "default"
+        return ImageText(self.pad * (count + rows * columns + rows - is_default))
+
+
 FAMILIES: Mapping[str, Callable[[CheckpointFiles, Mapping[str, str], str], ImagePrompter]] = {
     "smolvlm": TiledPrompter,
     "idefics3": Idefics3Prompter,
@@ -244,5 +299,8 @@ FAMILIES: Mapping[str, Callable[[CheckpointFiles, Mapping[str, str], str], Image
     "qwen3_5": GridPrompter,
     "qwen3_5_moe": GridPrompter,
     "gemma3": FixedPrompter,
+    "gemma4": SoftTokenPrompter,
+    "internvl": CropPrompter,
+    "llava_next": NextPrompter,
 }
 """`model_type` of config.json -> the family's prompter."""

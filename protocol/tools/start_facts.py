@@ -123,10 +123,17 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_checkpoints: int | None = None
     #: Host memory for blocks that the cache has dropped.
     tier_bytes: int = 0
+    #: The encoder of images, and the encoded images that are kept; 0: the model reads none.
+    image_bytes: int = 0
     #: Whether a layer has attention, and so keys and values.
     has_kv: bool = True
     #: Quantised types in the files whose weights are expanded to `dtype`.
     expanded: list[str] = []
+
+    @property
+    def device_bytes(self) -> int:
+        """All memory that the model needs on its device."""
+        return self.weights_bytes + self.kv_bytes + self.work_bytes + self.image_bytes
 
     @property
     def has_fewer_slots(self) -> bool:

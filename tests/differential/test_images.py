@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -18,9 +19,12 @@ from tests.support.checkpoints import VOCAB
 from tests.support.eager import some_tokens
 from tests.support.image_engine import ImageEngine, attached, reference
 from tests.support.wrapper_models import random_wrapper, write_wrapper
+from tools.commands.models import memory_line
 from worker.device import device
 from worker.device.timing import StartupTiming
 from worker.startup.assembly import assemble
+from worker.startup.preflight import preflight
+from worker.vision.tower import ImageTower
 
 ARCHITECTURES = {
     "SmolVLMForConditionalGeneration": "llama",
@@ -28,6 +32,9 @@ ARCHITECTURES = {
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Mistral3ForConditionalGeneration": "mistral",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "InternVLForConditionalGeneration": "qwen2",
+    "LlavaNextForConditionalGeneration": "granite",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
@@ -36,7 +43,7 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 """Architecture -> `model_type` of its text part."""
-WHOLE_RUNS = {"Gemma3ForConditionalGeneration"}
+WHOLE_RUNS = {"Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"}
 """Architectures whose images are computed as a whole."""
 ALIKE = [
     "Qwen2VLForConditionalGeneration",
@@ -51,6 +58,18 @@ HALF_TURNED = {
         "partial_rotary_factor": 0.5,
         "mrope_section": [3, 3, 2],
     }
+}
+OTHER_PARTS_OF_GEMMA4 = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 64,
+    "standardize": True,
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {
@@ -69,6 +88,21 @@ CHANGES: dict[str, dict[str, Any]] = {
             "rope_theta": 1e4,
             "mrope_section": [4, 6, 6],
         },
+    },
+    "Gemma4ForConditionalGeneration": {
+        "whole": {"vision_config": OTHER_PARTS_OF_GEMMA4},
+        "use_bidirectional_attention": "vision",
+        "sliding_window": 6,
+    },
+    "InternVLForConditionalGeneration": {
+        "whole": {"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}}
+    },
+    "LlavaNextForConditionalGeneration": {
+        "whole": {  # as in Granite Vision
+            "vision_config": {"model_type": "siglip_vision_model"},
+            "vision_feature_layer": [-2, -1],
+            "vision_feature_select_strategy": "full",
+        }
     },
 }
 """Architecture -> keys of the config, as in `random_wrapper`."""
@@ -89,9 +123,16 @@ def image_inputs(architecture: str, seed: int) -> Arrays:
         grid = np.array([[1, rows, columns]], np.int64)
         return {"pixel_values": patches.astype(np.float32), "image_grid_thw": grid}
     pixels = np.random.default_rng(seed).normal(size=(1, 3, 3, 28, 28)).astype(np.float32)
-    if architecture.startswith("LlavaOnevision"):
+    if architecture.startswith("Llava"):
         return {"pixel_values": pixels, "image_sizes": np.array([[28, 56]], np.int64)}
-    if architecture.startswith("Gemma3"):
+    if architecture.startswith("Gemma4"):
+        patches = np.random.default_rng(seed).uniform(size=(1, 44, 48)).astype(np.float32)
+        y, x = np.divmod(np.arange(44), 4)
+        positions = np.stack([x, y], -1)
+        positions[32:] = -1  # padding
+        patches[:, 32:] = 0
+        return {"pixel_values": patches, "image_position_ids": positions[None].astype(np.int64)}
+    if architecture.startswith(("Gemma3", "InternVL")):
         square = np.random.default_rng(seed).normal(size=(1, 3, 56, 56)).astype(np.float32)
         return {"pixel_values": square}
     if architecture.startswith("Mistral3"):
@@ -143,9 +184,9 @@ class TinyVision:
     def types(self) -> str:
         """The argument of transformers' model that says which tokens are those of an image; "": it
         needs none."""
-        if self.is_whole:
+        if self.architecture.startswith("Gemma3"):
             return "token_type_ids"
-        return "" if self.grid(0) is None else "mm_token_type_ids"
+        return "mm_token_type_ids" if self.is_whole or self.grid(0) is not None else ""
 
     def budget(self, number: int) -> int:
         """Return a token budget, the smallest of all for number 4."""
@@ -161,7 +202,10 @@ def family(architecture: str, directory: Path) -> TinyVision:
     model = random_wrapper(architecture, ARCHITECTURES[architecture], **changes)
     if hasattr(model.config, "image_grid_pinpoints"):
         model.config.image_grid_pinpoints = [[28, 56], [56, 28]]
-    return TinyVision(architecture, model, write_wrapper(directory, model))
+    tiny = TinyVision(architecture, model, write_wrapper(directory, model))
+    processor = {"max_soft_tokens": tiny.num_rows(0)}  # read from Gemma 4
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    return tiny
 
 
 @pytest.fixture(autouse=True)
@@ -300,16 +344,16 @@ def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: TinyVisio
 
 def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
     """There are blocks for the prompts of two requests, but not for their answers."""
-    prompts = [prompt_with(tiny, *LENGTHS[2], first=3 * each)[0] for each in range(3)]
+    prompts = [prompt_with(tiny, *LENGTHS[2], first=5 * each)[0] for each in range(3)]
     num_blocks = -(-max(map(len, prompts)) // 8)
-    # With a window, there are two blocks in a column.
-    room = 20 if tiny.is_whole else 2 * num_blocks
+    has_groups = tiny.architecture.startswith("Gemma3")  # two blocks in a column, one of a window
+    room = 20 if has_groups else 2 * num_blocks
     engine = ImageEngine(tiny.directory, kv_blocks=1 + room, max_len=8 * num_blocks + 8)
-    numbers = [ask(engine, tiny, *LENGTHS[2], first=3 * each, num_tokens=9) for each in range(3)]
+    numbers = [ask(engine, tiny, *LENGTHS[2], first=5 * each, num_tokens=9) for each in range(3)]
     engine.run()
     assert engine.engine.stats().num_preemptions
     for each, number in enumerate(numbers):
-        expected = answer_of(tiny, *LENGTHS[2], first=3 * each, num_tokens=9)
+        expected = answer_of(tiny, *LENGTHS[2], first=5 * each, num_tokens=9)
         check(engine.logprobs(number), expected)
 
 
@@ -338,6 +382,39 @@ def test_torch_computes_images_as_a_whole(
     engine.run()
     check(engine.logprobs(asked[0]), answer_of(tiny, *LENGTHS[2]))
     check(engine.logprobs(asked[1]), answer_of(tiny, *LENGTHS[1], first=7))
+
+
+@pytest.mark.parametrize(
+    ("token_budget", "max_slots", "expected", "reason"),
+    [
+        (0, 4, 256, ""),
+        (0, 250, 265, ""),
+        (19, 4, 19, ""),
+        (18, 4, 18, "one step of 16 tokens: serve with --token-budget 19, or more"),
+    ],
+)
+def test_a_step_has_room_for_an_image_or_images_are_refused(
+    token_budget: int,
+    max_slots: int,
+    expected: int,
+    reason: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    name = "Gemma3ForConditionalGeneration"
+    tiny = family(name, tmp_path_factory.getbasetemp() / name)
+    config = WorkerConfig(
+        model=str(tiny.directory),
+        max_slots=max_slots,
+        token_budget=token_budget,
+        kv_blocks=129,
+        max_len=256,
+    )
+    ready = assemble(config, StartupTiming()).ready
+    assert ready.token_budget == expected
+    assert ready.model.images is not None
+    assert ready.model.images.sees_whole_runs == (not reason)
+    assert reason in ready.model.images.reason
+    assert bool(ready.image_rows) == (not reason)
 
 
 def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> None:
@@ -414,6 +491,20 @@ def test_images_are_refused_without_the_sections_of_their_axes(tmp_path: Path) -
     assert assembled.tower is None
     assert assembled.ready.model.images is not None
     assert "no mrope_section" in assembled.ready.model.images.reason
+
+
+def test_the_memory_of_images_is_planned_before_the_encoder_is_loaded(tiny: TinyVision) -> None:
+    config = WorkerConfig(model=str(tiny.directory), image_cache_mib=3, device="cpu")
+    found = preflight([config])
+    (plan,) = found.plans
+    hidden = tiny.model.config.get_text_config().hidden_size
+    tower = ImageTower.load(tiny.directory, hidden, torch.float32)
+    assert plan.image_bytes == tower.num_bytes + (3 << 20)
+    assert " MB for images); requests of up to " in memory_line(found)
+    little = preflight([config], free_bytes=plan.device_bytes - plan.kv_bytes - (1 << 20))
+    assert little.is_memory
+    assert "for images" in little.error
+    assert "--image-cache-mib" in little.remedy
 
 
 @pytest.fixture(scope="module")

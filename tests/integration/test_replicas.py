@@ -63,7 +63,7 @@ class Replicas:
         self, folder: Path, count: int = 2, *, card: ModelCard | None = None, **config: Any
     ) -> None:
         self.file = folder / "engines"
-        fields = {} if card is None else {"card": card}
+        fields: dict[str, Any] = {} if card is None else {"card": card}
         self.engines = [
             ScriptedEngine(f"ipc://{folder}/{n}", continued, **fields) for n in range(count)
         ]

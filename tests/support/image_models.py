@@ -103,8 +103,11 @@ class ImageModel:
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=tokenizers.Tokenizer.from_buffer(self.tokenizer_json),
             extra_special_tokens={"image_token": self.pad, **self.named},
+            pad_token="<|im_end|>",
         )
         arguments = {"image_processor": pixels.from_dict(dict(files.image)), "tokenizer": tokenizer}
+        if "feature_extractor" in kind.get_attributes():
+            arguments["feature_extractor"] = None  # of sound
         if "video_processor" in kind.get_attributes():
             arguments["video_processor"] = SimpleNamespace(num_frames=1, fps=1)
         checked = mock.patch.object(ProcessorMixin, "check_argument_for_proper_class")
@@ -242,6 +245,66 @@ GEMMA3_CROPS = ImageModel(
     {"image_seq_length": 16},
     GEMMA3.named,
 )
+GEMMA4 = ImageModel(
+    "gemma4",
+    "gemma4.processing_gemma4.Gemma4Processor",
+    "<|image|>",
+    _CHATML.replace("IMAGE", "<|image|>"),
+    {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3},
+    {},
+    {
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+        "audio_token": "<|audio|>",
+    },
+)
+INTERNVL = ImageModel(
+    "internvl",
+    "internvl.processing_internvl.InternVLProcessor",
+    "<IMG_CONTEXT>",
+    _CHATML.replace("IMAGE", "<IMG_CONTEXT>"),
+    {"size": {"height": 56, "width": 56}, "crop_to_patches": False, "max_patches": 6, **_CLIP},
+    {"image_seq_length": 16},
+    {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+)
+LLAVA_NEXT = ImageModel(
+    "llava_next",
+    "llava_next.processing_llava_next.LlavaNextProcessor",
+    "<image>",
+    _CHATML.replace("IMAGE", "<image>"),
+    {
+        "size": {"shortest_edge": 56},
+        "crop_size": {"height": 56, "width": 56},
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]],
+        **_CLIP,
+    },
+    {
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    },
+)
+GRANITE_VISION = replace(
+    LLAVA_NEXT,
+    image={
+        **LLAVA_NEXT.image,
+        "size": {"height": 60, "width": 60},
+        "crop_size": {"height": 60, "width": 60},
+        "image_grid_pinpoints": [[60, 180], [120, 60], [240, 120], [180, 120]],
+    },
+    joint={
+        "patch_size": 14,
+        "vision_feature_select_strategy": "full",
+        "num_additional_image_tokens": 0,
+    },
+)
 MODELS = {
     "smolvlm": SMOLVLM,
     "idefics3": IDEFICS3,
@@ -252,6 +315,10 @@ MODELS = {
     "qwen3_vl": QWEN3_VL,
     "gemma3": GEMMA3,
     "gemma3_crops": GEMMA3_CROPS,
+    "gemma4": GEMMA4,
+    "internvl": INTERNVL,
+    "llava_next": LLAVA_NEXT,
+    "granite_vision": GRANITE_VISION,
 }
 
 

@@ -73,6 +73,8 @@ def random_wrapper(
     }
     decoder = TEXT_TYPES.get(kind, {}).get("model_type", kind)
     text = {**SIZES, **OWN_SIZES.get(decoder, {}), "model_type": kind}
+    if kind == "granite":
+        text["logits_scaling"] = 1.0  # transformers' class of the whole model ignores it
     if kind in TEXT_TYPES and decoder in M_ROPE_SECTIONS:
         text["rope_parameters"] = {
             "rope_type": "default",
@@ -80,7 +82,8 @@ def random_wrapper(
             "mrope_section": M_ROPE_SECTIONS[decoder],
         }
     for name, value in (whole or {}).items():
-        parts[name] = {**parts[name], **value} if isinstance(value, Mapping) else value
+        is_part = isinstance(value, Mapping)
+        parts[name] = {**parts.get(name, {}), **value} if is_part else value
     config = config_class(text_config={**text, **changes}, **parts)
     for name, value in vars(config).items():
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
@@ -99,15 +102,25 @@ def write_wrapper(path: Path, model: Any) -> Path:
     """Write a model to the directory `path` with the names of published files, and return `path`.
 
     When transformers 5.24 writes a Kimi K2.5, it also renames the layers of the text part, as it
-    does with those of the part for images."""
+    does with those of the part for images. It leaves out a part of the names of SigLIP and CLIP."""
     file = write_directory(path, model) / "model.safetensors"
+    vision = getattr(model.config, "vision_config", None)
     if model.config.model_type == "kimi_k25":
-        wrong, right = "language_model.model.blocks.", "language_model.model.layers."
-        weights = load_file(file)
-        assert any(name.startswith(wrong) for name in weights)
-        renamed = {name.replace(wrong, right): each for name, each in weights.items()}
-        save_file(renamed, file, {"format": "pt"})
+        _rename(file, "language_model.model.blocks.", "language_model.model.layers.")
+    elif getattr(vision, "model_type", "") in ("siglip_vision_model", "clip_vision_model"):
+        _rename(file, "vision_tower.", "vision_tower.vision_model.")
     return path
+
+
+def _rename(file: Path, wrong: str, right: str) -> None:
+    """Rename the tensors whose names start with `wrong`."""
+    weights = load_file(file)
+    assert any(name.startswith(wrong) for name in weights)
+    renamed = {
+        right + name.removeprefix(wrong) if name.startswith(wrong) else name: each
+        for name, each in weights.items()
+    }
+    save_file(renamed, file, {"format": "pt"})
 
 
 class PartsWithoutTimm:

@@ -67,6 +67,21 @@ def test_a_run_is_computed_beside_the_decodes_of_another_account() -> None:
     assert engine.tokens(number) == answer
 
 
+def test_an_image_that_was_awaited_is_not_overtaken_by_newcomers() -> None:
+    """Each step with a newcomer has too little room left for the image."""
+    engine = bench(token_budget=16, max_slots=4)
+    number, answer = ask(engine, 20, (0, 13), max_tokens=1)
+    texts = [engine.add([each] * 14, max_tokens=1) for each in range(20)]
+    for _ in range(2):
+        engine.step()
+    assert engine.encode_image()
+    while not engine.tokens(number):
+        assert engine.step()
+    assert engine.tokens(number) == answer
+    assert sum(not engine.tokens(text) for text in texts) > 14
+    engine.run()
+
+
 def test_a_cached_prefix_ends_before_or_after_a_run() -> None:
     engine = bench(block_tokens=4)
     for length, num_cached in ((20, 0), (20, 16), (17, 16), (16, 4), (13, 4)):

@@ -174,7 +174,6 @@ def memory_line(found: Preflight) -> str:
     if found.error:
         return f"cannot be served here: {found.error}; {found.remedy}"
     (plan,) = found.plans
-    total = plan.weights_bytes + plan.kv_bytes + plan.work_bytes
     parts = (
         f"{format_size(plan.weights_bytes)} of weights, "
         f"{format_size(plan.kv_bytes) + ' of' if plan.has_kv else 'no'} K/V, "
@@ -183,8 +182,10 @@ def memory_line(found: Preflight) -> str:
     if plan.state_bytes:
         states = describe_states(plan, format_size(plan.request_state_bytes))
         parts += f", {format_size(plan.state_bytes)} of it for recurrent states: {states}"
+    if plan.image_bytes:
+        parts += f", {format_size(plan.image_bytes)} for images"
     limit = f"requests of up to {plan.max_len:,} tokens"
-    return f"takes {format_size(total)} of memory by default ({parts}); {limit}"
+    return f"takes {format_size(plan.device_bytes)} of memory by default ({parts}); {limit}"
 
 
 def _fields(model: PulledModel, found: Preflight) -> dict[str, object]:
@@ -199,6 +200,7 @@ def _fields(model: PulledModel, found: Preflight) -> dict[str, object]:
         "weights_bytes": plan.weights_bytes if plan else None,
         "kv_bytes": plan.kv_bytes if plan else None,
         "work_bytes": plan.work_bytes if plan else None,
+        "image_bytes": plan.image_bytes if plan else None,
         "max_slots": plan.max_slots if plan else None,
         "state_bytes": plan.state_bytes if plan else None,
         "request_state_bytes": plan.request_state_bytes if plan else None,

@@ -149,7 +149,7 @@ class PlannedModels:
 
 def planned_bytes(plan: ModelPlan) -> int:
     """Return the memory that a model needs in all."""
-    return plan.weights_bytes + plan.kv_bytes + plan.work_bytes + plan.tier_bytes
+    return plan.device_bytes + plan.tier_bytes
 
 
 def plan_models(

@@ -254,6 +254,8 @@ class DecoderModel:
         if images is not None:
             images.put(x)
         table = self.weights.inputs
+        if table is not None and images is not None:
+            token_ids = token_ids.where(images.index < 0, table.spec.image_row)
         inputs = None if table is None else table(token_ids, x)
         return self.compute(x, batch, cache, attention, adapters, states, inputs, images)
 

@@ -290,6 +290,8 @@ class LayerInputsSpec:
     sum_scale: float
     #: Whether tokens without a row in the table read its first one. If not, all tokens have a row.
     others_read_first: bool = False
+    #: The row of the table that the tokens of an image read.
+    image_row: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +311,8 @@ class ModelSpec:
     #: Rows of the table of learned position embeddings; 0: there is no table.
     learned_positions: int = 0
     embedding_scale: float = 1.0
+    #: Factor of the rows of images, which stand in place of embeddings.
+    image_scale: float = 1.0
     #: Factor of the result that each block adds to its input.
     residual_scale: float = 1.0
     #: Whether the sum of the blocks' results is float32, whatever the dtype of the weights is.

@@ -49,7 +49,7 @@ WRAPPERS: dict[str, frozenset[str]] = {
     "LightOnOcrForConditionalGeneration": frozenset({"qwen3"}),
     "Llama4ForConditionalGeneration": frozenset({"llama4_text"}),
     "LlavaForConditionalGeneration": frozenset({"llama", "mistral", "qwen2"}),
-    "LlavaNextForConditionalGeneration": frozenset({"llama", "mistral", "qwen2"}),
+    "LlavaNextForConditionalGeneration": frozenset({"granite", "llama", "mistral", "qwen2"}),
     "LlavaOnevisionForConditionalGeneration": frozenset({"qwen2"}),
     "Mistral3ForConditionalGeneration": frozenset({"mistral", "ministral3", "mistral4"}),
     "Qwen2AudioForConditionalGeneration": frozenset({"qwen2"}),

@@ -195,7 +195,8 @@ def _load_images(
     if not reason:
         try:
             with timing("load the image encoder"):
-                tower = ImageTower.load(path, spec.hidden, getattr(torch, loaded.card.dtype))
+                dtype: torch.dtype = getattr(torch, loaded.card.dtype)
+                tower = ImageTower.load(path, spec.hidden, dtype, scale=spec.image_scale)
         except UnusableModel as error:  # its text part may be served all the same
             reason = f"the image encoder of this model cannot be loaded: {error}"
     if reason:

@@ -37,6 +37,7 @@ from worker.encoders.header import EncoderHeader
 from worker.errors import REMEDY, NotEnoughMemory, UnusableModel
 from worker.kernels.library import first_compiled, selected
 from worker.kernels.number_types import number_types
+from worker.kv.budget import in_gib
 from worker.loading.draft_header import read_draft_head
 from worker.loading.header import (
     AnyHeader,
@@ -57,6 +58,7 @@ from worker.startup.memory_plan import (
     is_packed,
     plan_memory,
 )
+from worker.vision.memory import planned_image_bytes
 
 EACH, FREE_BYTES = "--each", "--free-bytes="
 
@@ -79,7 +81,7 @@ def preflight(
             if not config.local_size:  # all workers are on other machines
                 continue
             plan = _plan(config, header, taken, visible, free_bytes)
-            taken[plan.device] += plan.weights_bytes + plan.kv_bytes + plan.work_bytes
+            taken[plan.device] += plan.device_bytes
             taken[CPU] += plan.tier_bytes
             plans.append(plan)
     except UnusableModel as error:
@@ -127,8 +129,11 @@ def _plan(
     is_gpu = device.name != CPU
     dtype, kv_dtype, *_ = number_types(config, is_gpu=is_gpu, cpu_flags=flags)
     extra = extra_bytes(config, header, dtype, is_gpu=is_gpu)
+    images = 0
+    if isinstance(header, ModelHeader) and header.generates:
+        images = planned_image_bytes(config, device=device.name)
     free = device.free_bytes if free_bytes is None else free_bytes
-    free -= taken[device.name] + extra
+    free -= taken[device.name] + extra + images
     if device.name == CPU:  # shared with the ranks that follow
         free //= config.local_size - config.local_rank
     shares = [(config.rank, config.world_size), (0, 1)]  # every rank has the whole draft model
@@ -139,15 +144,23 @@ def _plan(
     if head is not None:
         assert isinstance(models[0], PlannedModel)
         models.append(PlannedModel(header.name, head.tensors, head.kinds, models[0].is_packed))
-    return plan_memory(
-        replace(config, kv_dtype=kv_dtype),
-        models,
-        device=device.name,
-        dtype=dtype,
-        free_bytes=free,
-        host_bytes=machine.free_host_bytes() - taken[CPU],
-        total_bytes=device.total_bytes,
-    )
+    try:
+        plan = plan_memory(
+            replace(config, kv_dtype=kv_dtype),
+            models,
+            device=device.name,
+            dtype=dtype,
+            free_bytes=free,
+            host_bytes=machine.free_host_bytes() - taken[CPU],
+            total_bytes=device.total_bytes,
+        )
+    except NotEnoughMemory as error:
+        if not images:
+            raise
+        text = f"{error.message}, after {in_gib(images)} for images"
+        remedy = f"{error.remedy}; or keep fewer encoded images (--image-cache-mib)"
+        raise NotEnoughMemory(text, remedy=remedy) from None
+    return replace(plan, image_bytes=images, free_bytes=plan.free_bytes + images)
 
 
 def _plan_encoder(

@@ -8,6 +8,7 @@ from typing import Any
 
 from protocol.engine.attachments import ImageSupport
 from worker.spec.fields import read_json
+from worker.spec.wrappers import text_name
 
 IMAGE_TOKENS = {
     "idefics3": "image_token_id",
@@ -15,6 +16,9 @@ IMAGE_TOKENS = {
     "llava_onevision": "image_token_index",
     "mistral3": "image_token_index",
     "gemma3": "image_token_index",
+    "gemma4": "image_token_id",
+    "internvl": "image_token_id",
+    "llava_next": "image_token_index",
     "qwen2_vl": "image_token_id",
     "qwen2_5_vl": "image_token_id",
     "qwen3_vl": "image_token_id",
@@ -29,6 +33,8 @@ WITH_GRID = frozenset(kind for kind in IMAGE_TOKENS if kind.startswith("qwen"))
 positions are those in the prompt."""
 OTHER_KEYS = ("image_token_index", "image_token_id")
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
+OF_SOUND = ("audio_tower.", "embed_audio.")
+"""Prefixes of the tensors for sound, which is not served."""
 NEEDED = ("transformers", "PIL")
 
 
@@ -54,9 +60,19 @@ def image_support(path: Path, *, device: str, world_size: int) -> ImageSupport |
 
 
 def longest_run(path: Path) -> int:
-    """Return the most tokens of an image whose tokens see each other."""
-    found = read_json(path / "config.json").get("mm_tokens_per_image")
-    return found if isinstance(found, int) else 256
+    """Return the most tokens of an image of Gemma 3 or 4, whose tokens see each other."""
+    if read_json(path / "config.json").get("model_type") == "gemma3":
+        return _whole_number(path, "config.json", "mm_tokens_per_image") or 256
+    of_processor = (_whole_number(path, name, "max_soft_tokens") for name in reversed(FILES))
+    return next(filter(None, of_processor), 280)
+
+
+def _whole_number(path: Path, file: str, key: str) -> int:
+    """Return a number in a file of the checkpoint, or in its `image_processor`; 0: it has none."""
+    content = read_json(path / file) if (path / file).is_file() else {}
+    inner = content.get("image_processor")
+    value = (content if not isinstance(inner, dict) else content | inner).get(key)
+    return value if isinstance(value, int) else 0
 
 
 def _reason(device: str, world_size: int) -> str:
@@ -72,13 +88,29 @@ def _reason(device: str, world_size: int) -> str:
     return ""
 
 
+def tower_key(name: str) -> str:
+    """Return the name of a tensor without the prefixes that only some files and classes have."""
+    return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
+
+
+def is_of_images(name: str) -> bool:
+    """Return whether a tensor of a checkpoint belongs to its image encoder."""
+    key = tower_key(name)
+    return key == "image_newline" or (text_name(name) is None and not key.startswith(OF_SOUND))
+
+
 def shrunk_text(config: Any) -> None:
     """Make the text part of a transformers config as small as its encoder allows."""
     text = config.get_text_config()
     text.num_hidden_layers, text.vocab_size, text.intermediate_size = 1, 8, 8
-    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-        if hasattr(text, name):
-            setattr(text, name, 1)
+    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if hasattr(text, key):
+            setattr(text, key, 0)
+    for key in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        if getattr(text, key, None):
+            setattr(text, key, 1)
+    if hasattr(config, "audio_config"):
+        config.audio_config = None
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]

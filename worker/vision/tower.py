@@ -7,7 +7,7 @@ by a fixed number of threads, so its rows have the same bits whenever they are c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from protocol.engine.attachments import AttachedTensor, attachment_digest
 from worker.checkpoint.safetensors_files import weight_files
 from worker.device.postponed import TORCH_SHAPES, load_postponed
 from worker.errors import UnusableModel
-from worker.spec.wrappers import text_name
-from worker.vision.support import shrunk_text
+from worker.vision.support import is_of_images, shrunk_text, tower_key
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights that are not quantised."""
+BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError)
+"""What transformers' classes raise if they cannot read a config.json."""
 
 
 class ImageTower:
@@ -31,12 +32,14 @@ class ImageTower:
 
     hidden      size of the model's hidden states
     dtype       that of the model, to which rows are rounded
+    scale       factor of the rows
     num_added   how many layers of the model add to the hidden states of an image (DeepStack)
     num_bytes   size of its weights
     """
 
-    def __init__(self, model: Any, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, hidden: int, dtype: torch.dtype, scale: float = 1.0) -> None:
         self._model = model
+        self._scale = scale
         self.hidden, self.dtype = hidden, dtype
         layers = getattr(model.config.vision_config, "deepstack_visual_indexes", None)
         self.num_added = len(layers or ())
@@ -48,7 +51,7 @@ class ImageTower:
         return (1 + self.num_added) * self.hidden * self.dtype.itemsize
 
     @classmethod
-    def load(cls, path: Path, hidden: int, dtype: torch.dtype) -> ImageTower:
+    def load(cls, path: Path, hidden: int, dtype: torch.dtype, *, scale: float = 1.0) -> ImageTower:
         """Load the encoder of the checkpoint `path`. Raises UnusableModel, without the path, if
         transformers cannot build it, or if weights of it are missing, quantised or of other
         shapes."""
@@ -59,27 +62,23 @@ class ImageTower:
             config = AutoConfig.from_pretrained(path)
             shrunk_text(config)
             model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            ImportError,
-            RuntimeError,
-        ) as error:
+        except BUILD_ERRORS as error:
             raise UnusableModel(f"transformers cannot build it: {error}") from error
         model = model.eval().requires_grad_(False)
-        found = _read(path)
-        wanted = {name: value for name, value in model.named_parameters() if _is_of_images(name)}
+        parameters = dict(model.named_parameters())
+        wanted = {name: each for name, each in model.state_dict().items() if is_of_images(name)}
+        found = _read(path, {tower_key(name) for name in wanted})
         for name, target in wanted.items():
-            value = found.get(_key(name))
+            value = found.get(tower_key(name))
+            if value is None and name not in parameters:
+                continue  # a constant that the file may leave out
             if value is None or value.shape != target.shape:
                 raise UnusableModel(f"{name} is missing, quantised, or of another shape")
             target.copy_(value)
-        for name, value in model.named_parameters():
+        for name, value in parameters.items():
             if name not in wanted:
                 value.data = value.data.new_empty(0)  # the text part, which is not computed
-        return cls(model.model, hidden, dtype)
+        return cls(model.model, hidden, dtype, scale)
 
     @torch.inference_mode()
     def encode(self, digest: str, tensors: Sequence[AttachedTensor], num_rows: int) -> Tensor:
@@ -98,6 +97,8 @@ class ImageTower:
         parts = [_joined(part).reshape(-1, self.hidden) for part in (made, *added)]
         if len(parts[0]) != num_rows:
             raise ValueError(f"the image has {len(parts[0]):,} tokens; expected {num_rows:,}")
+        if self._scale != 1.0:
+            parts[0] = parts[0].float() * self._scale
         return torch.stack(parts, 1).to(self.dtype)
 
 
@@ -115,22 +116,14 @@ def _tensor(tensor: AttachedTensor) -> Tensor:
     return torch.from_numpy(array.copy())
 
 
-def _key(name: str) -> str:
-    """Return the name of a tensor without the prefix that only some files and classes have."""
-    return name.removeprefix("model.")
-
-
-def _is_of_images(name: str) -> bool:
-    return text_name(name) is None or _key(name) == "image_newline"
-
-
-def _read(path: Path) -> Mapping[str, Tensor]:
+def _read(path: Path, keys: Container[str]) -> Mapping[str, Tensor]:
+    """Return those tensors of the checkpoint `path` whose `tower_key` is in `keys`, in float32."""
     from safetensors import safe_open
 
     found: dict[str, Tensor] = {}
     for file in weight_files(path):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no dict
-                if _is_of_images(name) and (value := opened.get_tensor(name)).dtype in DTYPES:
-                    found[_key(name)] = value.float()
+                if tower_key(name) in keys and (value := opened.get_tensor(name)).dtype in DTYPES:
+                    found[tower_key(name)] = value.float()
     return found

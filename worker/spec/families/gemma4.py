@@ -29,6 +29,7 @@ def read_gemma4(config: ConfigFields) -> ModelSpec:
     kinds[-1] = FULL  # as in transformers
     first_shared = config.num_layers - config.integer("num_kv_shared_layers")
     activation, bias = config.activation("hidden_activation"), config.flag("attention_bias")
+    sees_images = config.get("use_bidirectional_attention") == "vision"
     mlp, beside = config.mlp(activation=activation), _experts(config)
     wide = config.mlp(activation=activation, intermediate=2 * mlp.intermediate)
     ropes: dict[tuple[str, int], RopeConfig] = {}
@@ -42,6 +43,7 @@ def read_gemma4(config: ConfigFields) -> ModelSpec:
             head_dim=heads.dim,
             scale=1.0,
             window=config.window if kind == SLIDING else None,
+            sees_whole_runs=sees_images and kind == SLIDING,
             qkv_bias=bias,
             output_bias=bias,
             qk_norm="head",
@@ -129,10 +131,12 @@ def layer_inputs_of(config: ConfigFields) -> LayerInputsSpec | None:
     width = config.integer("hidden_size_per_layer_input", 0)
     if not width:
         return None
+    rows, pad = config.integer("vocab_size_per_layer_input"), config.get("pad_token_id")
     return LayerInputsSpec(
         width=width,
-        table_rows=config.integer("vocab_size_per_layer_input"),
+        table_rows=rows,
         activation=config.activation("hidden_activation"),
+        image_row=pad if isinstance(pad, int) and 0 <= pad < rows else 0,
         table_scale=width**0.5,
         projection_scale=max(config.integer("hidden_size"), 1) ** -0.5,
         sum_scale=2.0**-0.5,

@@ -130,6 +130,7 @@ def _granite(config: ConfigFields, layers: Sequence[LayerSpec]) -> ModelSpec:
         layers,
         config.rms_norm(),
         embedding_scale=config.number("embedding_multiplier"),
+        image_scale=config.number("embedding_multiplier"),
         residual_scale=config.number("residual_multiplier"),
         logits_scale=1.0 / config.positive("logits_scaling"),
     )
