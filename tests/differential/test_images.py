@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import AttachedTensor, Attachment, attachment_digest
@@ -457,6 +458,29 @@ def test_rows_are_kept_in_the_dtype_of_the_model(tmp_path: Path) -> None:
         rows = assembled.tower.encode(attachment_digest(tensors), tensors, qwen.num_rows(0))
         assert rows.dtype is getattr(torch, dtype)
     assert num_rows[1] == 2 * num_rows[0]
+
+
+@pytest.mark.parametrize("fault", ["missing", "quantised", "of another shape"])
+def test_a_text_is_served_without_the_weights_of_the_encoder(fault: str, tmp_path: Path) -> None:
+    """Those who fine-tune the text part publish such checkpoints."""
+    qwen = family("Qwen3_5ForConditionalGeneration", tmp_path)
+    file = qwen.directory / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("visual.merger.norm.weight"))
+    if fault == "quantised":
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    elif fault == "of another shape":
+        tensors[name] = tensors[name][1:].clone()
+    else:
+        del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    assembled = assemble(WorkerConfig(model=str(qwen.directory), kv_blocks=9), StartupTiming())
+    assert assembled.runner is not None
+    assert assembled.tower is None
+    assert assembled.ready.model.images is not None
+    reason = assembled.ready.model.images.reason
+    assert "visual.merger.norm.weight is missing, quantised, or of another shape" in reason
+    assert str(tmp_path) not in reason
 
 
 def test_images_are_refused_without_the_sections_of_their_axes(tmp_path: Path) -> None:

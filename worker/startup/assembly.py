@@ -192,12 +192,16 @@ def _load_images(
                 "a step has up to %d tokens, because it computes an image as a whole",
                 roomy.token_budget,
             )
+    if not reason:
+        try:
+            with timing("load the image encoder"):
+                dtype: torch.dtype = getattr(torch, loaded.card.dtype)
+                tower = ImageTower.load(path, spec.hidden, dtype, scale=spec.image_scale)
+        except UnusableModel as error:  # its text part may be served all the same
+            reason = f"the image encoder of this model cannot be loaded: {error}"
     if reason:
-        log.info("requests with images are refused: %s", reason)
+        log.warning("requests with images are refused: %s", reason)
         return ServedImages(msgspec.structs.replace(support, reason=reason)), limits
-    with timing("load the image encoder"):
-        dtype: torch.dtype = getattr(torch, loaded.card.dtype)
-        tower = ImageTower.load(path, spec.hidden, dtype, scale=spec.image_scale)
     num_rows = (config.image_cache_mib << 20) // tower.row_bytes
     log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
     support = msgspec.structs.replace(

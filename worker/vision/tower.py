@@ -21,6 +21,11 @@ from worker.device.postponed import TORCH_SHAPES, load_postponed
 from worker.errors import UnusableModel
 from worker.vision.support import is_of_images, shrunk_text, tower_key
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of weights that are not quantised."""
+BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError)
+"""What transformers' classes raise if they cannot read a config.json."""
+
 
 class ImageTower:
     """The image encoder of one model.
@@ -47,14 +52,18 @@ class ImageTower:
 
     @classmethod
     def load(cls, path: Path, hidden: int, dtype: torch.dtype, *, scale: float = 1.0) -> ImageTower:
-        """Load the encoder of the checkpoint `path`. Raises UnusableModel if weights of it are
-        missing or have other shapes."""
+        """Load the encoder of the checkpoint `path`. Raises UnusableModel, without the path, if
+        transformers cannot build it, or if weights of it are missing, quantised or of other
+        shapes."""
         load_postponed(TORCH_SHAPES)  # transformers' classes need it
         from transformers import AutoConfig, AutoModelForImageTextToText
 
-        config = AutoConfig.from_pretrained(path)
-        shrunk_text(config)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        try:
+            config = AutoConfig.from_pretrained(path)
+            shrunk_text(config)
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        except BUILD_ERRORS as error:
+            raise UnusableModel(f"transformers cannot build it: {error}") from error
         model = model.eval().requires_grad_(False)
         parameters = dict(model.named_parameters())
         wanted = {name: each for name, each in model.state_dict().items() if is_of_images(name)}
@@ -64,7 +73,7 @@ class ImageTower:
             if value is None and name not in parameters:
                 continue  # a constant that the file may leave out
             if value is None or value.shape != target.shape:
-                raise UnusableModel(f"{path}: the image encoder's {name} is missing or has no fit")
+                raise UnusableModel(f"{name} is missing, quantised, or of another shape")
             target.copy_(value)
         for name, value in parameters.items():
             if name not in wanted:
@@ -115,6 +124,6 @@ def _read(path: Path, keys: Container[str]) -> Mapping[str, Tensor]:
     for file in weight_files(path):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no dict
-                if tower_key(name) in keys:
-                    found[tower_key(name)] = opened.get_tensor(name).float()
+                if tower_key(name) in keys and (value := opened.get_tensor(name)).dtype in DTYPES:
+                    found[tower_key(name)] = value.float()
     return found
