@@ -182,7 +182,7 @@ STORED = {
     "num_in_flight num_pending num_preemptions num_passed num_passed_sent num_published "
     "num_scheduled num_shared_columns number order params phase priority_credit "
     "prompt_logprobs prompt_tokens queue_time seed slot slot_generation stage_timer "
-    "start_deadline stop_ids tokens uses_draft_model uses_head window_tables",
+    "start_deadline stop_ids tokens uses_draft_model uses_head whole_runs window_tables",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
     "RequestEndings": "in_flight",
     "Scheduler": "_blocked_newcomer _has_paused_decodes num_prefill_tokens running unbound",
