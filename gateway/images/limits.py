@@ -11,6 +11,7 @@ MAX_IMAGE_BYTES = 32 << 20
 """Most bytes of one image in its file format."""
 MAX_URL_CHARS = 8192
 """Most characters of an http(s): URL."""
+MAX_FILE_ID_CHARS = 128
 MAX_PIXELS = 50_000_000
 """Most pixels of one image. In RGB they are 150 MB."""
 MAX_SIDE = 30_000

@@ -10,7 +10,7 @@ from gateway.images.marks import MarkedImages, PlacedImages, placed_images
 from gateway.images.memory import ProcessedImage
 from gateway.images.reader import ImageReader, ImageTimes
 from gateway.images.settings import CheckpointFiles
-from gateway.images.source import ImageSource
+from gateway.images.source import FileLoader, ImageSource
 from gateway.text.tokenizer import Tokenizer
 from protocol.engine.attachments import AttachedTensor, Attachment
 from protocol.engine.model_card import ModelCard
@@ -103,11 +103,13 @@ class ModelImages:
                 if not source.note:
                     raise source.refusal(self.refusal)
 
-    def read(self, sources: Sequence[ImageSource], times: ImageTimes) -> list[ProcessedImage]:
+    def read(
+        self, sources: Sequence[ImageSource], times: ImageTimes, files: FileLoader
+    ) -> list[ProcessedImage]:
         """Return the images of a conversation, preprocessed. Raises InvalidRequest."""
         assert self._reader is not None
         settings = self.prompter.settings(has_company=len(sources) > 1)
-        return self._reader.read(sources, settings, times)
+        return self._reader.read(sources, settings, times, files)
 
     def placed(
         self, text: str, images: Sequence[ProcessedImage], marks: MarkedImages, shown: str

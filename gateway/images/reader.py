@@ -19,7 +19,7 @@ from gateway.images.families import ImageFacts
 from gateway.images.limits import MAX_FETCH_S, MAX_PROCESS_S
 from gateway.images.memory import ImageMemory, ProcessedImage
 from gateway.images.settings import ProcessorSettings
-from gateway.images.source import ImageSource, decoded_bytes
+from gateway.images.source import FileLoader, ImageSource, decoded_bytes, no_files
 from gateway.sandbox.messages import (
     CallFailed,
     ImageProcessed,
@@ -108,9 +108,14 @@ class ImageReader:
         return reply.message if isinstance(reply, CallFailed) else ""
 
     def read(
-        self, sources: Sequence[ImageSource], settings: ProcessorSettings, times: ImageTimes
+        self,
+        sources: Sequence[ImageSource],
+        settings: ProcessorSettings,
+        times: ImageTimes,
+        files: FileLoader = no_files,
     ) -> list[ProcessedImage]:
-        """Return the preprocessed images, and add what they cost to `times`.
+        """Return the preprocessed images, and add what they cost to `times`. `files` loads those
+        that are uploaded files.
 
         Raises InvalidImage, naming the field, if an image cannot be used or if the images cost
         too much together, and Overloaded if too many images are waiting or in use.
@@ -118,6 +123,8 @@ class ImageReader:
         started_at = time.monotonic()
         found: list[ProcessedImage] = []
         for source in sources:
+            if source.file_id and source.problem is None:
+                source = ImageSource(source.param, data=files(source))
             found.append(self._read(source, settings, times, found))
         times.total_s += time.monotonic() - started_at
         return found

@@ -12,7 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.images.limits import MAX_IMAGE_BYTES, MAX_URL_CHARS, MEDIA_TYPES
+from gateway.images.limits import (
+    MAX_FILE_ID_CHARS,
+    MAX_IMAGE_BYTES,
+    MAX_URL_CHARS,
+    MEDIA_TYPES,
+)
 from protocol.wire.errors import InvalidImage
 from protocol.wire.field_words import one_of
 
@@ -33,7 +38,8 @@ change what a tool returns."""
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image of a request, not loaded yet. `base64`, `url`, `data` or `problem` is set."""
+    """An image of a request, not loaded yet. `base64`, `url`, `file_id`, `data` or `problem` is
+    set."""
 
     #: Path of the field, for errors.
     param: str
@@ -41,6 +47,8 @@ class ImageSource:
     base64: str = ""
     #: `data:`, `http:` or `https:`.
     url: str = ""
+    #: Id of an uploaded file.
+    file_id: str = ""
     #: Bytes that are loaded already.
     data: bytes = b""
     #: Why the image cannot be loaded. A model that reads no images has another error, or none.
@@ -92,7 +100,7 @@ def _checked_source(part: Mapping[str, Any], at: str) -> ImageSource:
     if "image_url" in part and part["image_url"] is not None:
         return _of_image_url(part, at)
     if part.get("file_id") is not None:
-        raise no_files(f"{at}.file_id")
+        return file_source(part["file_id"], f"{at}.file_id")
     for name in ("url", "image"):
         if part.get(name) is not None:
             text = _text(part[name], f"{at}.{name}")
@@ -129,11 +137,22 @@ def url_source(url: str, param: str) -> ImageSource:
     return ImageSource(param, url=url)
 
 
-def no_files(param: str) -> InvalidImage:
-    """Return the error of an image that is named by the id of a file."""
-    return InvalidImage.at(
-        param, "images are not read from uploaded files yet; send the image as a data: URL"
-    )
+FileLoader = Callable[[ImageSource], bytes]
+"""Returns the bytes of an image with a file id. Raises InvalidImage, naming the field."""
+
+
+def no_files(source: ImageSource) -> bytes:
+    """Refuse an image with a file id. The FileLoader of a request without a caller."""
+    raise InvalidImage.at(source.param, "no uploaded files are read here; send a data: URL")
+
+
+def file_source(value: Any, param: str) -> ImageSource:
+    """Return the source of an image that is an uploaded file. Raises InvalidImage if its id is not
+    a string."""
+    name = _text(value, param)
+    if not 0 < len(name) <= MAX_FILE_ID_CHARS:
+        raise InvalidImage.wrong(param, "the id of a stored file", name)
+    return ImageSource(param, file_id=name)
 
 
 def _text(value: Any, param: str) -> str:

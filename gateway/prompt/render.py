@@ -12,6 +12,7 @@ import msgspec
 from gateway.images.marks import MarkedImages, marked_images
 from gateway.images.model_images import NO_IMAGES, ModelImages, PromptImages
 from gateway.images.reader import ImageTimes
+from gateway.images.source import FileLoader, no_files
 from gateway.prompt.content import REASONING_MEMBERS, TEXT_PARTS, checked_turns
 from gateway.prompt.fit import (
     describes_tools,
@@ -63,6 +64,8 @@ class PromptConversation:
     continue_final_message: bool = False
     #: The text that stands for an image in the messages; "": the conversation has none.
     image_mark: str = ""
+    #: Loads the images that are uploaded files.
+    files: FileLoader = no_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +213,7 @@ class ChatRenderer:
         started_at = time.monotonic()
         written = self.text(guarded)
         template_s = time.monotonic() - started_at
-        contents = images.read(marks.sources, times)
+        contents = images.read(marks.sources, times, conversation.files)
         template = conversation.template or self.template_for(conversation.tools)
         try:
             placed = images.placed(written, contents, marks, template.traits.image_text)

@@ -43,6 +43,8 @@ UPLOAD_S = 3600.0
 NEEDS_ALL = (BatchEvent.ALL_DONE, BatchEvent.WINDOW_OVER)
 """Events after which each line has a result."""
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
+PURPOSES = (INPUT_PURPOSE, "vision", "user_data")
+"""Purposes of uploaded files. Those after the first are for images; either name serves."""
 
 
 class StoreFull(Exception):
@@ -112,7 +114,7 @@ class BatchDatabase(SqliteFile):
         owner has `max_files` already, and StoreFull."""
         self._sweep(now)
         with self._writing():
-            (count,) = self._one(queries.NUM_FILES, file.owner, file.purpose) or (0,)
+            (count,) = self._one(queries.NUM_FILES, file.owner, OUTPUT_PURPOSE) or (0,)
             if count >= max_files:
                 raise TooMany(max_files)
             self._check_room(0)
@@ -129,12 +131,17 @@ class BatchDatabase(SqliteFile):
             self._execute(queries.ADD_BYTES, file, len(data))
 
     def finish_file(
-        self, file: str, owner: str, expires_at: float, now: float
+        self,
+        file: str,
+        owner: str,
+        expires_at: float,
+        now: float,
+        purpose: str = INPUT_PURPOSE,
     ) -> StoredFile | None:
         """Make a file visible until `expires_at`, and return it; None if it was deleted in the
         meantime."""
         with self._writing():
-            self._execute(queries.SHOW_FILE, file, expires_at)
+            self._execute(queries.SHOW_FILE, file, expires_at, purpose)
         return self.get_file(file, owner, now)
 
     def abandon_file(self, file: str) -> None:

@@ -73,7 +73,7 @@ INSERT INTO files (id, owner, purpose, filename, created_at) VALUES (?, ?, ?, ?,
 PUT_PIECE = "INSERT INTO pieces (file, number, data) VALUES (?, ?, ?)"
 ADD_BYTES = "UPDATE files SET bytes = bytes + ?2 WHERE id = ?1"
 IS_FILE = "SELECT 1 FROM files WHERE id = ?"
-SHOW_FILE = "UPDATE files SET is_visible = 1, expires_at = ?2 WHERE id = ?1"
+SHOW_FILE = "UPDATE files SET is_visible = 1, expires_at = ?2, purpose = ?3 WHERE id = ?1"
 SHOW_OUTPUT = """
 UPDATE files SET is_visible = 1, created_at = ?2, expires_at = ?3 WHERE id = ?1 AND bytes > 0
 """
@@ -81,7 +81,7 @@ GET_FILE = f"""
 SELECT {_FILE} FROM files
 WHERE id = ?1 AND owner = ?2 AND is_visible AND (expires_at IS NULL OR expires_at > ?3)
 """
-NUM_FILES = "SELECT COUNT(*) FROM files WHERE owner = ?1 AND purpose = ?2"
+NUM_FILES = "SELECT COUNT(*) FROM files WHERE owner = ?1 AND purpose != ?2"
 GET_PIECES = "SELECT number, data FROM pieces WHERE file = ? AND number > ? ORDER BY number"
 FILE_SEQ = "SELECT seq FROM files WHERE id = ? AND owner = ? AND is_visible"
 DELETE_FILE = "DELETE FROM files WHERE id = ?"

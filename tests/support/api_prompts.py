@@ -22,6 +22,7 @@ from gateway.api.openai.requests import ChatBody
 from gateway.api.responses.items import input_items
 from gateway.api.responses.requests import ResponsesBody
 from gateway.api.responses.translate import rendered
+from gateway.images.source import no_files
 from gateway.served_model import ServedModel
 
 Message = Mapping[str, Any]
@@ -176,7 +177,8 @@ def prompt_of(api: str, body: Mapping[str, Any], model: ServedModel) -> str:
         case "responses":
             responses = msgspec.json.decode(data, type=ResponsesBody)
             items = input_items(responses.input)
-            return rendered(responses, items, model, trusts_template=False).prompt.text
+            ready = rendered(responses, items, model, trusts_template=False, files=no_files)
+            return ready.prompt.text
         case "ollama":
             chat = chat_of(msgspec.json.decode(data, type=OllamaChatBody))
         case _:

@@ -131,7 +131,7 @@ def _plan(
     extra = extra_bytes(config, header, dtype, is_gpu=is_gpu)
     images = 0
     if isinstance(header, ModelHeader) and header.generates:
-        images = planned_image_bytes(config, device=device.name)
+        images = planned_image_bytes(config, header.spec, device=device.name)
     free = device.free_bytes if free_bytes is None else free_bytes
     free -= taken[device.name] + extra + images
     if device.name == CPU:  # shared with the ranks that follow

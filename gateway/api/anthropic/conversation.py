@@ -39,7 +39,7 @@ from gateway.images.source import (
     ImageSource,
     check_media_type,
     deferred,
-    no_files,
+    file_source,
     url_source,
 )
 from protocol.wire.errors import InvalidRequest
@@ -311,7 +311,8 @@ def image_source(block: Block, at: str) -> ImageSource:
             url = string_member(source, "url", path)
             found = deferred(lambda: url_source(url, f"{path}.url"), f"{path}.url")
         case "file":
-            found = ImageSource(path, problem=no_files(f"{path}.file_id"))
+            name = string_member(source, "file_id", path)
+            found = deferred(lambda: file_source(name, f"{path}.file_id"), f"{path}.file_id")
         case kind:
             raise unexpected(kind, path, ("base64", "url", "file"))
     return replace(found, kind_at=f"{at}.type", kind="image")

@@ -22,6 +22,7 @@ from gateway.http.client_socket import Outlet
 from gateway.http.route import Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service
+from gateway.store.uploaded_images import UploadedImages
 
 Body = TypeVar("Body", bound=requests.CountBody)
 
@@ -85,7 +86,11 @@ def _prepare(
     chat, warnings = without_unkept_budget(translation.chat, model.output_format)
     trusts = service.config.trust_request_chat_template
     preparation = Preparation(
-        chat, model, trusts_template=trusts, shown_tools=translation.shown_tools
+        chat,
+        model,
+        trusts_template=trusts,
+        shown_tools=translation.shown_tools,
+        files=UploadedImages(service.files, context.caller.owner),
     )
     context.ignored = ignored_fields(
         [*context.ignored, *map(translation.request_path, preparation.ignored)], chat.strict_params

@@ -24,6 +24,7 @@ from gateway.http.route import Parameter, Routes, json_response
 from gateway.service import Service
 from gateway.store.batch_database import (
     INPUT_PURPOSE,
+    PURPOSES,
     BatchDatabase,
     FileInUse,
     StoreFull,
@@ -92,7 +93,7 @@ def _stored(store: Store[BatchDatabase], work: Callable[[BatchDatabase], T]) -> 
 
 @routes.post(
     "/v1/files",
-    about="Upload the input file of a batch.",
+    about="Upload the input file of a batch, or an image.",
     takes=(FileUpload,),
     takes_type="multipart/form-data",
     gives=FileObject,
@@ -110,13 +111,15 @@ def upload(service: Service, context: RequestContext) -> Response:
         purpose = fields.get("purpose")
         if purpose is None:
             raise InvalidRequest.at("purpose", REQUIRED)
-        if purpose != INPUT_PURPOSE:
-            raise InvalidRequest.wrong("purpose", one_of((INPUT_PURPOSE,)), purpose)
+        if purpose not in PURPOSES:
+            raise InvalidRequest.wrong("purpose", one_of(PURPOSES), purpose)
         expiry_s = file_expiry_s(fields)
         assert sink.file is not None
         kept_s = service.config.file_days * DAY_S if expiry_s is None else expiry_s
         name, owner, now = sink.file.id, sink.file.owner, time.time()
-        file = store.call(lambda database: database.finish_file(name, owner, now + kept_s, now))
+        file = store.call(
+            lambda database: database.finish_file(name, owner, now + kept_s, now, purpose)
+        )
         if file is None:
             raise InvalidRequest("the upload took too long")
         on_failure.pop_all()
@@ -132,7 +135,7 @@ _INT = {"type": "integer", "minimum": 1, "maximum": MAX_LIST}
     gives=FileList,
     statuses=STORED,
     parameters=(
-        Parameter("purpose", "`batch` or `batch_output`; by default both."),
+        Parameter("purpose", "`batch`, `vision`, `user_data` or `batch_output`; by default all."),
         Parameter(
             "order",
             "By creation; `desc`, the default: the newest first.",

@@ -25,14 +25,14 @@ MAX_WINDOW_S = 30 * 86400
 class FileUpload(msgspec.Struct, frozen=True):
     """A file to store, as a form (multipart/form-data).
 
-    file     a JSONL file, one request per line
-    purpose  always batch
+    file     a JSONL file, one request per line; or an image
+    purpose  batch; of an image, vision or user_data
     anchor   with the seconds, always created_at: from when they are counted
     seconds  after how many seconds the file is deleted. Default: --file-days
     """
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
-    purpose: Literal["batch"]
+    purpose: Literal["batch", "vision", "user_data"]
     anchor: Literal["created_at"] | None = msgspec.field(name="expires_after[anchor]", default=None)
     seconds: Seconds | None = msgspec.field(name="expires_after[seconds]", default=None)
 

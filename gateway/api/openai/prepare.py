@@ -35,6 +35,7 @@ from gateway.formats.events import OutputWarning
 from gateway.formats.model_format import AnswerStart
 from gateway.formats.reasoning_tokens import ReasoningCounter
 from gateway.generation.request import PromptRequest, ToolChoiceCheck
+from gateway.images.source import FileLoader, no_files
 from gateway.prompt.infill import InfillFile, InfillFormat
 from gateway.prompt.kwargs import thinking_budget
 from gateway.prompt.render import PromptConversation, RenderedPrompt, TemplateOptions
@@ -74,6 +75,7 @@ class Preparation:
     trusts_template  whether the server accepts `chat_template` from requests
     shown_tools      the tools that the template receives; None: those of the body. The messages may
                      define others, and withdraw some of these
+    files            loads the images that are uploaded files
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class Preparation:
         *,
         trusts_template: bool = False,
         shown_tools: Sequence[Mapping[str, Any]] | None = None,
+        files: FileLoader = no_files,
     ) -> None:
         self.body = body
+        self._files = files
         self.model = model
         # Most requests have neither tools nor a form.
         has_tools = bool(body.tools) or body.tool_choice is not None
@@ -156,6 +160,7 @@ class Preparation:
             documents=body.documents,
             add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
             continue_final_message=continues,
+            files=self._files,
         )
         rendered = self.model.renderer.prompt(conversation, self._options, offload=offload)
         if not rendered.ids:

@@ -35,6 +35,7 @@ from gateway.generation.kv_params import (
 from gateway.http.route import Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service
+from gateway.store.uploaded_images import UploadedImages
 from protocol.worker.kv import KV_FIELD
 
 routes = Routes("OpenAI", responses.ErrorAnswer, scope="inference")
@@ -81,7 +82,8 @@ def _answer_chats(
     in_batch = isinstance(body, requests.BatchBody)
     model = use.model
     trusts = service.config.trust_request_chat_template
-    preparation = prepare.Preparation(body, model, trusts_template=trusts)
+    files = UploadedImages(service.files, context.caller.owner)
+    preparation = prepare.Preparation(body, model, trusts_template=trusts, files=files)
     with context.timeline.tokenizing():
         prompts = [preparation.prompt(value, path) for path, value in conversations.items()]
     context.timeline.note_prompts(prompts)

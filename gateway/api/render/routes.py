@@ -30,6 +30,7 @@ from gateway.http.body import convert, unknown_fields
 from gateway.http.json_size import USUAL_BOUNDS, JsonBounds
 from gateway.http.route import Routes, json_response
 from gateway.service import Service
+from gateway.store.uploaded_images import UploadedImages
 
 RECORDED_BOUNDS = JsonBounds(max_strings=1 << 19, max_values=1 << 19)
 """Bounds of a body with a generated response. The logprobs of 8,000 tokens with 20 top tokens each
@@ -93,7 +94,8 @@ def render_responses(service: Service, context: RequestContext) -> Response:
     items, before = history_of(service, context).read_items(body)
     model = service.use(context, body.model).model
     trusts = service.config.trust_request_chat_template
-    ready = rendered(body, [*before, *items], model, trusts_template=trusts)
+    files = UploadedImages(service.files, context.caller.owner)
+    ready = rendered(body, [*before, *items], model, trusts_template=trusts, files=files)
     names = [*fields_without_effect(body, unknown), *ready.ignored]
     _note_ignored(context, names, ready.translation.chat)
     with ready.translate_errors():
@@ -132,6 +134,7 @@ def _preparation(
         service.use(context, body.model).model,
         trusts_template=service.config.trust_request_chat_template,
         shown_tools=shown_tools,
+        files=UploadedImages(service.files, context.caller.owner),
     )
 
 

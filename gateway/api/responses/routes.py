@@ -52,6 +52,7 @@ from gateway.store.database import LEASE_S
 from gateway.store.queries import NewRun, StoredRecord
 from gateway.store.resume import RunTail
 from gateway.store.runs import RESPONSE, DetachedRun, Persistence
+from gateway.store.uploaded_images import UploadedImages
 from protocol.wire.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ def _rendered(
 ) -> Rendered:
     with context.timeline.tokenizing():
         trusts = service.config.trust_request_chat_template
-        ready = rendered(body, items, model, trusts_template=trusts)
+        files = UploadedImages(service.files, context.caller.owner)
+        ready = rendered(body, items, model, trusts_template=trusts, files=files)
     context.timeline.note_prompts([ready.prompt])
     context.ignored = ignored_fields([*context.ignored, *ready.ignored], body.strict_params)
     return ready

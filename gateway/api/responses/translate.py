@@ -46,7 +46,7 @@ from gateway.api.responses.requests import ResponsesBody
 from gateway.api.responses.tools import ResponseTools, loaded_tools, qualified, response_tools
 from gateway.formats.events import OutputWarning
 from gateway.generation.request import PromptRequest
-from gateway.images.source import source_of
+from gateway.images.source import FileLoader, source_of
 from gateway.served_model import ServedModel
 from protocol.wire.errors import ContextTooLong, InvalidRequest
 from protocol.wire.field_words import one_of
@@ -381,11 +381,19 @@ class Rendered:
 
 
 def rendered(
-    body: ResponsesBody, items: Sequence[PlacedItem], model: ServedModel, *, trusts_template: bool
+    body: ResponsesBody,
+    items: Sequence[PlacedItem],
+    model: ServedModel,
+    *,
+    trusts_template: bool,
+    files: FileLoader,
 ) -> Rendered:
     """Translate and render a checked body. `items` include those of previous responses. With
     truncation "auto", drop the oldest items until the rest fits. Raise InvalidRequest, naming the
-    field, if the conversation is invalid or cannot be rendered."""
+    field, if the conversation is invalid or cannot be rendered.
+
+    files  loads the images that are uploaded files
+    """
 
     def render(items: Sequence[PlacedItem]) -> Rendered:
         translation = chat_body(body, items)
@@ -395,6 +403,7 @@ def rendered(
                 model,
                 trusts_template=trusts_template,
                 shown_tools=translation.tools.shown,
+                files=files,
             )
             prompt = preparation.prompt(translation.chat.messages)
         return Rendered(translation, preparation, prompt)

@@ -32,6 +32,7 @@ from gateway.http.body import convert
 from gateway.http.route import Parameter, Routes, Stream, json_response
 from gateway.served_model import ServedModel
 from gateway.service import Service, offload
+from gateway.store.uploaded_images import UploadedImages
 from gateway.text.tokenizer import Tokenizer
 from protocol.engine.sampling import check_token_ids
 
@@ -185,7 +186,9 @@ def _rendered(
     check_chat(body)
     model = service.use(context, body.model).model
     trusts = service.config.trust_request_chat_template
-    return model, Preparation(body, model, trusts_template=trusts).prompt(body.messages)
+    files = UploadedImages(service.files, context.caller.owner)
+    preparation = Preparation(body, model, trusts_template=trusts, files=files)
+    return model, preparation.prompt(body.messages)
 
 
 def _tokenized(

@@ -107,7 +107,11 @@ PURPOSE = b'name="purpose"\r\n\r\nbatch\r\n'
     [
         (multipart(PURPOSE), 400, "file: this field is required"),
         (multipart(FILE), 400, "purpose: this field is required"),
-        (multipart(FILE, b'name="purpose"\r\n\r\nvision\r\n'), 400, 'purpose: must be "batch"'),
+        (
+            multipart(FILE, b'name="purpose"\r\n\r\nevals\r\n'),
+            400,
+            'must be one of "batch", "vision"',
+        ),
         (multipart(FILE, FILE, PURPOSE), 400, "file: the body must contain one file"),
         (multipart(PURPOSE, PURPOSE, FILE), 400, "purpose: this field is given twice"),
         (multipart(b'name="file"\r\n\r\n{}\r\n', PURPOSE), 400, "file: must be a file"),

@@ -48,9 +48,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]
 
 
 @pytest.fixture(scope="module")
-def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
+def gateway(
+    engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    files = str(tmp_path_factory.mktemp("files") / "files.db")
     with GatewayProcess(
-        engine=engine.address, tried_tokenizer="", image_urls=[*LOCAL_HOSTS]
+        engine=engine.address, tried_tokenizer="", image_urls=[*LOCAL_HOSTS], file_store=files
     ) as running:
         running.await_ready()
         yield running
@@ -213,6 +216,35 @@ def test_an_image_is_sent_once_to_an_engine(
     assert chat(gateway, part, ASK, part).ok
     assert len(engine.attached) == 1
     assert [len(each.attachments) for each in engine.generates] == [1, 1, 1, 2]
+
+
+def test_an_uploaded_file_is_an_image_in_each_api(
+    gateway: GatewayProcess, engine: ScriptedEngine
+) -> None:
+    expected = images_of(engine, chat(gateway, PART))
+    upload = {"file": ("a.png", base64.b64decode(DATA))}
+    stored = requests.post(
+        f"{gateway.url}/v1/files", files=upload, data={"purpose": "vision"}, timeout=60
+    ).json()
+    assert stored.get("purpose") == "vision", stored
+    name = {"file_id": stored["id"]}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": [user({"type": "image", **name})]}),
+        (MESSAGES, {"messages": [user(BLOCK | {"source": {"type": "file", **name}})]}),
+        (RESPONSES, {"input": [user(INPUT | name)]}),
+    ]
+    for path, body in bodies:
+        engine.reset()
+        assert images_of(engine, post(gateway, path, **body)) == expected
+    batch = {"input_file_id": stored["id"], "endpoint": CHAT, "completion_window": "24h"}
+    refused = post(gateway, "/v1/batches", **batch)
+    assert "purpose batch" in refused.text
+
+
+def images_of(engine: ScriptedEngine, response: requests.Response) -> list[str]:
+    """Return the digests of the images of the last request."""
+    assert response.ok, response.text
+    return [image.digest for image in engine.generates[-1].attachments]
 
 
 def test_an_engine_that_has_dropped_an_image_gets_it_again(
