@@ -365,8 +365,8 @@ def _as_stored(
     show whether the embeddings are also the head.
     """
     log.info(
-        "only the text part of the model is loaded: requests with images or sound are refused "
-        "(%d tensors of other parts are skipped)",
+        "the text part of the model is loaded; %d tensors of its parts for images or sound are "
+        "skipped",
         files.num_left_out,
     )
     shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
