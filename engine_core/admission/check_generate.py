@@ -41,7 +41,8 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
 
 def check_images(message: Generate, prompt: list[int], model: ModelCard, limits: Limits) -> None:
     """Raise InvalidRequest if the model reads no images, if an image has more rows than there is
-    memory for, or if a position of an image does not have the id of the placeholder."""
+    memory for, if it lacks the grid that the model needs, or if a position of it does not have the
+    id of the placeholder."""
     if model.images is None or model.images.reason or not limits.image_rows:
         why = "" if model.images is None else model.images.reason
         raise InvalidRequest.at("attachments", why or f"{model.name} reads no images")
@@ -50,6 +51,10 @@ def check_images(message: Generate, prompt: list[int], model: ModelCard, limits:
         if image.num_tokens > limits.image_rows:
             raise InvalidRequest.at(
                 path, f"{image.num_tokens:,} tokens exceed the {limits.image_rows:,} of one image"
+            )
+        if model.images.needs_grid and image.grid is None:
+            raise InvalidRequest.at(
+                f"{path}.grid", f"{model.name} needs the rows and columns of each image"
             )
         for first, count in image.runs:
             if prompt[first : first + count] != [model.images.token_id] * count:

@@ -174,6 +174,7 @@ class Scheduler:
             self.tables.plan_passed(step)
         if self._images.content.users:
             self._images.encode_next([*self.running, *self.unbound])
+            self._images.note_waits(self.running)
         prompts = chain(prefills, step.admitted) if prefills or step.admitted else ()
         left = sum([request.num_uncomputed for request in prompts])
         self.num_prefill_tokens = max(0, left - sum([count for _, count in step.chunks]))
@@ -447,11 +448,9 @@ class Scheduler:
         for request in list(self.unbound):
             if step.budget == 0:
                 break
-            if (
-                request.phase is not RequestPhase.READY
-                or request.num_uncomputed > max_tokens
-                or self._images.is_held_back(request)
-            ):
+            if request.phase is not RequestPhase.READY or request.num_uncomputed > max_tokens:
+                continue
+            if self._images.is_held_back(request):
                 continue
             if not self._fits(request, request.num_scheduled, step):
                 awaits_room = True

@@ -194,6 +194,11 @@ QWEN2_5_VL = ImageModel(
     {"video_token": "<|video_pad|>"},
     _QWEN_TOKENS,
 )
+QWEN2_VL = replace(
+    QWEN2_5_VL,
+    model_type="qwen2_vl",
+    processor="qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
+)
 QWEN3_VL = ImageModel(
     "qwen3_vl",
     "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
@@ -305,6 +310,7 @@ MODELS = {
     "idefics3": IDEFICS3,
     "llava_onevision": LLAVA_ONEVISION,
     "mistral3": MISTRAL3,
+    "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
     "gemma3": GEMMA3,

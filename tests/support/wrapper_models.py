@@ -41,6 +41,9 @@ OTHER_PARTS: dict[str, Any] = {
     "fullatt_block_indexes": [0],
 }
 """Sizes of the part for images or sound. Each config takes the keys that it has."""
+OWN_PARTS: dict[str, Any] = {"qwen2_vl": {"hidden_size": SIZES["hidden_size"]}}
+"""Sizes of the part of one `model_type`. That of Qwen2-VL calls its width `embed_dim`, and what it
+makes `hidden_size`."""
 CLASSES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
 """Architecture in published configs -> the class of transformers."""
 M_ROPE_SECTIONS = {"qwen2": [4, 2, 2], "qwen3": [8, 4, 4], "qwen3_moe": [8, 4, 4]}
@@ -135,4 +138,5 @@ def _other_part(config: Any) -> dict[str, Any]:
     """Return small sizes for the config of a part for images or sound."""
     keys = config.to_dict()
     sizes = {name: size for name, size in OTHER_PARTS.items() if name in keys}
-    return {**sizes, "model_type": keys.get("model_type")}
+    kind = keys.get("model_type")
+    return {**sizes, **OWN_PARTS.get(str(kind).removesuffix("_vision"), {}), "model_type": kind}

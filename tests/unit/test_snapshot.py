@@ -290,7 +290,7 @@ OBSERVED = {
     "EngineHistory": "_clock _requests _slots first_tokens gaps steps",
     "RequestHistories": "_bound _ended _ended_by_name _open _owners",
     "RequestHistory": "abort_reason account arrived_at binds client ended_at finish first_token_at "
-    "name names order prompt_tokens spans usage",
+    "image_tokens images name names order prompt_tokens spans usage",
     "SlotBind": "first slot until",
     "StageTimer": "spans",
     "StepLog": "_is_closed _num_rows _runs",

@@ -37,7 +37,7 @@ from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rg_lru import RgLru
-from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
+from worker.layers.rope import CosSin, attention_factor, inverse_frequencies, turned_by_axes
 from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
 from worker.models.whole_step import WholePass
@@ -240,7 +240,8 @@ class DecoderModel:
         """Return the hidden states [T, hidden] of token_ids [T] int64, before the final norm.
         Writes this step's keys and values to the cache, and changes the states of its rows.
 
-        images   the rows that stand in place of embeddings; None: there are none
+        images   the rows that stand in place of embeddings, and what the first layers add to them;
+                 None: there are none
         """
         if images is not None:
             batch = batch.with_seen_ends(images.seen_ends)
@@ -256,7 +257,7 @@ class DecoderModel:
         if table is not None and images is not None:
             token_ids = token_ids.where(images.index < 0, table.spec.image_row)
         inputs = None if table is None else table(token_ids, x)
-        return self.compute(x, batch, cache, attention, adapters, states, inputs)
+        return self.compute(x, batch, cache, attention, adapters, states, inputs, images)
 
     @torch.inference_mode()
     def compute(
@@ -268,14 +269,16 @@ class DecoderModel:
         adapters: StepAdapters | None = None,
         states: StepStates | None = None,
         inputs: Tensor | None = None,
+        images: StepImages | None = None,
     ) -> Tensor:
         """Compute the layers: return what `__call__` returns, for tokens whose input of the first
         layer is x [T, hidden], which is changed.
 
         inputs   the per-layer inputs [T, layers, width]; None: the layers have none
+        images   what is added to x after the first layers; None: nothing is
         """
         plans = self._plans(batch, cache, attention)
-        turns = self._turns(batch.positions, self._dtype)
+        turns = self._turns(batch, self._dtype)
         ends = self.weights.streams
         streams = None if ends is None else ends.spread_out(x)
         delta: Tensor | None = None
@@ -325,6 +328,9 @@ class DecoderModel:
                 post_norm = layer.inputs.norm
             if layer.factor != 1.0:
                 self._add_norm(x, delta, None, post_norm).mul_(layer.factor)
+                delta, post_norm = None, None
+            if images is not None and index < images.num_added:
+                images.add(self._add_norm(x, delta, None, post_norm), index)
                 delta, post_norm = None, None
         if ends is not None and streams is not None:
             return ends.merged(streams)
@@ -434,13 +440,18 @@ class DecoderModel:
         return x.float() if self._has_float_sum else x
 
     def _turns(
-        self, positions: Tensor, dtype: torch.dtype
+        self, batch: AttentionBatch, dtype: torch.dtype
     ) -> dict[tuple[RopeConfig | None, QueryGrowth | None], Turn]:
         """Return the turn of each layer's queries and keys, by its rope and growth."""
         angles: dict[RopeConfig | None, CosSin | None] = {None: None}
+        positions, by_axis = batch.positions, batch.rope_positions
         for rope, frequencies in self._frequencies.items():
             factor = attention_factor(rope)
-            angles[rope] = self.kernels.cos_sin(positions, frequencies, dtype, factor)
+            if by_axis is None or not rope.axes:
+                angles[rope] = self.kernels.cos_sin(positions, frequencies, dtype, factor)
+                continue
+            of_axes = [self.kernels.cos_sin(each, frequencies, dtype, factor) for each in by_axis]
+            angles[rope] = turned_by_axes(of_axes, rope.axes)
         factors: dict[QueryGrowth | None, Tensor | None] = {None: None}
         for growth, of_runs in self._growths.items():
             runs = (positions + growth.offset) // growth.tokens

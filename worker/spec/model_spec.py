@@ -398,6 +398,11 @@ class ModelSpec:
         return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property
+    def has_rope_axes(self) -> bool:
+        """Return whether the rotary positions of an image have several axes."""
+        return any(each.rope is not None and each.rope.axes for each in self.attentions)
+
+    @property
     def kv_owners(self) -> tuple[AttentionSpec, ...]:
         """Return the attention of each layer that has keys and values of its own."""
         return tuple(each for each in self.attentions if each.kv_of is None)

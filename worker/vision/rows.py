@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -19,17 +20,42 @@ class StepImages:
 
     index       [T] int64: which of `rows` the token reads; -1: its embedding
     rows        [K, hidden] float32
+    added       [num_added, K, hidden] float32: what the first layers add at the end to the hidden
+                states of these tokens (DeepStack)
     seen_ends   `AttentionBatch.seen_ends`
     """
 
     index: Tensor
     rows: Tensor
+    added: Tensor
     seen_ends: Tensor | None = None
+
+    @classmethod
+    def of(cls, index: Tensor, kept: Tensor, seen_ends: Tensor | None = None) -> Self:
+        """Return the rows of `kept` [K, 1 + num_added, hidden], as `ImageTower.encode` makes
+        them."""
+        return cls(
+            index, kept[:, 0].contiguous(), kept[:, 1:].transpose(0, 1).contiguous(), seen_ends
+        )
+
+    @property
+    def num_added(self) -> int:
+        return len(self.added)
+
+    def rounded(self, dtype: torch.dtype) -> StepImages:
+        """Return rows with the precision of `dtype`."""
+        rows, added = (part.to(dtype).float() for part in (self.rows, self.added))
+        return replace(self, rows=rows, added=added)
 
     def put(self, x: Tensor) -> None:
         """Write the rows into the embeddings x [T, hidden]."""
         places = (self.index >= 0).nonzero()[:, 0]
         x[places] = self.rows[self.index[places]].to(x.dtype)
+
+    def add(self, x: Tensor, layer: int) -> None:
+        """Add what is added after layer `layer` to its result x [T, hidden]."""
+        places = (self.index >= 0).nonzero()[:, 0]
+        x[places] += self.added[layer, self.index[places]].to(x.dtype)
 
 
 def step_images(
@@ -42,7 +68,7 @@ def step_images(
     """Return the rows of images that the step's positions need; None if they need none.
 
     images            slot -> the images of its request
-    kept              digest -> rows
+    kept              digest -> rows, as `ImageTower.encode` makes them
     sees_whole_runs   whether the positions of a run see each other
 
     Raises ValueError if the rows of an image are missing, or if the step has a part of a run whose
@@ -76,7 +102,7 @@ def step_images(
     if index is None:
         return None
     ends = None if seen_ends is None else torch.from_numpy(seen_ends)
-    return StepImages(torch.from_numpy(index), torch.cat(parts), ends)
+    return StepImages.of(torch.from_numpy(index), torch.cat(parts), ends)
 
 
 def _causal_ends(rows: BatchRows) -> Ints:

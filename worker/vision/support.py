@@ -18,8 +18,17 @@ IMAGE_TOKENS = {
     "gemma4": "image_token_id",
     "internvl": "image_token_id",
     "llava_next": "image_token_index",
+    "qwen2_vl": "image_token_id",
+    "qwen2_5_vl": "image_token_id",
+    "qwen3_vl": "image_token_id",
+    "qwen3_vl_moe": "image_token_id",
+    "qwen3_5": "image_token_id",
+    "qwen3_5_moe": "image_token_id",
 }
-"""`model_type` -> the key of config.json with the id of the placeholder. In these families the
+"""`model_type` -> the key of config.json with the id of the placeholder. In these families a
+position of an image sees only those before it, unless AttentionSpec.sees_whole_runs is set."""
+WITH_GRID = frozenset(kind for kind in IMAGE_TOKENS if kind.startswith("qwen"))
+"""Those of them whose rotary positions of an image have several axes (M-RoPE). In the others the
 positions are those in the prompt."""
 OTHER_KEYS = ("image_token_index", "image_token_id")
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
@@ -43,6 +52,7 @@ def image_support(path: Path, *, device: str, world_size: int) -> ImageSupport |
         token_id=token,
         files={name: (path / name).read_bytes() for name in FILES if (path / name).is_file()},
         reason=_reason(device, world_size),
+        needs_grid=kind in WITH_GRID,
     )
 
 
@@ -79,12 +89,17 @@ def shrunk_text(config: Any) -> None:
     """Make the text part of a transformers config as small as its encoder allows."""
     text = config.get_text_config()
     text.num_hidden_layers, text.vocab_size, text.intermediate_size = 1, 8, 8
-    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
-        if hasattr(text, key):
-            setattr(text, key, 0)
-    for key in ("num_experts", "num_local_experts"):
-        if getattr(text, key, None):
-            setattr(text, key, 1)
+    for name in (
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+    ):
+        if getattr(text, name, None):
+            setattr(text, name, 1)
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if hasattr(text, name):
+            setattr(text, name, 0)
     if hasattr(config, "audio_config"):
         config.audio_config = None
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
