@@ -447,11 +447,9 @@ class Scheduler:
         for request in list(self.unbound):
             if step.budget == 0:
                 break
-            if (
-                request.phase is not RequestPhase.READY
-                or request.num_uncomputed > max_tokens
-                or self._images.is_held_back(request)
-            ):
+            if request.phase is not RequestPhase.READY or request.num_uncomputed > max_tokens:
+                continue
+            if self._images.is_held_back(request):
                 continue
             if not self._fits(request, request.num_scheduled, step):
                 awaits_room = True

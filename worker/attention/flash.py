@@ -86,6 +86,7 @@ class FlashPagedAttention:
     def plan(
         self, batch: AttentionBatch, window: int | None = None, like: FlashPlan | None = None
     ) -> FlashPlan:
+        assert batch.seen_ends is None, "images are computed on CPUs only"
         if like is not None:
             return replace(like, block_table=batch.block_table)
         if batch.device_row_starts is None or batch.device_context_lens is None:

@@ -71,6 +71,7 @@ class TritonPagedAttention:
     def plan(
         self, batch: AttentionBatch, window: int | None = None, like: TritonPlan | None = None
     ) -> TritonPlan:
+        assert batch.seen_ends is None, "images are computed on CPUs only"
         if like is not None:
             return replace(like, block_table=batch.block_table)
         assert batch.device_row_starts is not None

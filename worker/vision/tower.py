@@ -32,7 +32,7 @@ class ImageTower:
 
     hidden      size of the model's hidden states
     dtype       that of the model, to which rows are rounded
-    scale       factor of the rows
+    scale       factor of the rows that stand in place of embeddings
     num_added   how many layers of the model add to the hidden states of an image (DeepStack)
     num_bytes   size of its weights
     """
