@@ -3,8 +3,9 @@ bounds of size and time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -27,9 +28,11 @@ def response(status: str, body: bytes = b"", **headers: str) -> bytes:
 
 
 @contextmanager
-def served(answer: Callable[[bytes], bytes | None]) -> Iterator[tuple[str, list[bytes]]]:
-    """Run a server that answers the first line of each request. Yields its address and the lines.
-    A connection without an answer stays open."""
+def served(
+    answer: Callable[[bytes], bytes | Iterable[bytes] | None],
+) -> Iterator[tuple[str, list[bytes]]]:
+    """Run a server that answers the first line of each request, in one piece or in several. Yields
+    its address and the lines. A connection without an answer stays open."""
     lines: list[bytes] = []
 
     def handle(connection: Any, _: Any) -> None:
@@ -40,8 +43,10 @@ def served(answer: Callable[[bytes], bytes | None]) -> Iterator[tuple[str, list[
             reply = answer(lines[-1])
             if reply is None:
                 Event().wait()  # until the client closes and the server stops
-            else:
-                connection.sendall(reply)
+                return
+            with suppress(ConnectionError):  # the client has read enough
+                for piece in [reply] if isinstance(reply, bytes) else reply:
+                    connection.sendall(piece)
 
     server = StreamServer(("127.0.0.1", 0), handle)
     server.start()
@@ -160,6 +165,27 @@ def test_a_redirect_to_another_host_is_refused() -> None:
     with served(lambda line: response("302 Found", Location=elsewhere)) as (host, lines):
         assert "redirects to another host" in why_not(host)
     assert len(lines) == 1
+
+
+def test_a_redirect_to_this_machine_is_refused() -> None:
+    with (
+        served(lambda line: response("200 OK", IMAGE)) as (inner, lines),
+        served(lambda line: response("302 Found", Location=f"http://{inner}/")) as (host, _),
+    ):
+        assert "redirects to another host" in why_not(host)
+    assert lines == []
+
+
+def test_a_body_without_end_is_read_up_to_the_limit() -> None:
+    head = response("200 OK", Server="endless")
+    with served(lambda line: chain([head], repeat(bytes(1 << 16)))) as (host, _):
+        assert "more than" in why_not(host)
+
+
+def test_the_bytes_decide_and_not_the_content_type() -> None:
+    reply = response("200 OK", IMAGE, **{"Content-Type": "text/html"})
+    with served(lambda line: reply) as (host, _):
+        assert loaded(host) == IMAGE
 
 
 def test_endless_redirects_are_refused() -> None:
