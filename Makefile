@@ -58,6 +58,7 @@ torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture.fronts
 	@$(BIN)/python -m tests.benchmarks.memory_slope
 	@$(BIN)/python -m tests.torture.attacks
+	@$(BIN)/python -m tests.torture.images
 	@$(BIN)/python -m tests.torture.mutated_kernels
 	@$(BIN)/python -m tests.torture.model_types
 	@$(BIN)/python -m tests.torture.same_bits

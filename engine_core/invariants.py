@@ -115,6 +115,8 @@ def _check_blocks(scheduler: Scheduler, requests: list[Request], leases: KVLease
         )
         assert ahead >= 0, f"{request.number}: scheduled less than computed"
         assert covered >= request.num_scheduled, f"{request.number}: scheduled beyond its blocks"
+        for end in (request.num_computed, request.num_scheduled):
+            assert request.last_end(end) == end, f"{request.number}: a whole run is cut"
         is_out = bool(ahead or request.num_pending)
         assert is_out == bool(request.num_in_flight), (
             f"{request.number}: wrong number of plans in flight"

@@ -91,7 +91,7 @@ def engine_stats(parts: EngineParts, *, clients: int, wire_errors: int) -> Engin
     scheduler, leases = parts.scheduler, parts.kv_transfers.leases
     fetches, tiers = parts.kv_transfers.fetches, parts.kv_transfers.tiers
     counts, checkpoints = parts.totals.counts, scheduler.pool.cache.checkpoints
-    limits = parts.limits
+    limits, images = parts.limits, parts.images
     by_adapter = [(r.adapter.name, r.slot is None) for r in parts.open_requests if r.adapter]
     return EngineStats(
         draining=parts.admission.is_draining,
@@ -139,6 +139,12 @@ def engine_stats(parts: EngineParts, *, clients: int, wire_errors: int) -> Engin
         num_preemptions=counts["preemptions"],
         num_draft_tokens=counts["draft_tokens"],
         num_accepted_tokens=counts["accepted_tokens"],
+        image_tokens=images.num_kept_rows,
+        image_bytes=images.content.num_bytes,
+        num_images_encoded=images.num_encoded,
+        num_image_tokens_encoded=images.num_encoded_rows,
+        num_image_hits=images.num_hits,
+        image_encode_s=images.encode_s,
         num_wire_errors=wire_errors,
         busy_s=parts.throughput.busy_s,
     )

@@ -167,11 +167,12 @@ class ModelHost:
     def facts(self) -> ListedModel | None:
         """Return the facts about the model for a list of models. Before its engine has reported it,
         they come from the card of the expected model; without one the result is None."""
-        served, fills, limits = self.served, None, None
+        served, fills, limits, refusal = self.served, None, None, None
         if served is not None:
             card, max_len, created_at = served.card, served.limits.max_len, served.created_at
             defaults, output_format = served.defaults, served.output_format
             fills, limits = served.infill is not None, served.limits
+            refusal = served.renderer.image_refusal
         elif self._expected is not None:
             card, max_len, created_at = *self._expected, self._created_at
             defaults, output_format = self._preparation.options.defaults_of(card), None
@@ -187,6 +188,7 @@ class ModelHost:
             defaults.for_request(),
             output_format,
             fills,
+            refusal,
         )
 
     def adapter_facts(self, model: ListedModel) -> dict[str, ListedModel]:
@@ -445,6 +447,8 @@ class ListedModel:
     output_format: ModelOutputFormat | None
     #: Whether the model can fill in the middle; None if it has not been prepared yet.
     fills_in_middle: bool | None
+    #: Why images are refused; "": the model reads them; None if it has not been prepared yet.
+    image_refusal: str | None
     #: The main name of the model that a LoRA adapter changes; "": this is no adapter.
     parent: str = ""
     #: Path of an adapter; "": this is no adapter.

@@ -147,7 +147,7 @@ class Service:
         self.images = ImageReader(
             UrlFetcher(config.image_urls),
             offload=offload,
-            cache_bytes=config.preprocessed_images_mib << 20,
+            max_bytes=config.preprocessed_images_mib << 20,
         )
         self.bodies = BodyReader(config.max_body_mib << 20, BodyMemory(config.body_memory_bytes))
         self.keys = KeyWatch(config)

@@ -145,6 +145,7 @@ STAGES = (
 class StageResult:
     """The result of one stage. `counts` is empty if pytest wrote no report.
 
+    cpu_seconds    CPU time of its processes. On two cores, a suite cannot end before half their sum
     may_be_empty   whether the stage may have no tests, because arguments choose some tests
     unsteady       tests that failed, and passed when they ran again
     """
@@ -152,6 +153,7 @@ class StageResult:
     stage: Stage
     exit_code: int
     seconds: float
+    cpu_seconds: float
     may_be_empty: bool
     counts: dict[str, int] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
@@ -169,7 +171,8 @@ class StageResult:
         if not counted:
             counted = "no test matches" if self.is_good else f"pytest ended with {self.exit_code}"
         mark = "ok    " if self.is_good else "FAILED"
-        return f"{mark}  {self.stage.name:<28}  {counted:<44}  {self.seconds:6.0f} s"
+        times = f"{self.seconds:7.1f} s  {self.cpu_seconds:7.1f} s of CPU"
+        return f"{mark}  {self.stage.name:<28}  {counted:<44}  {times}"
 
 
 def read_report(file: Path) -> tuple[dict[str, int], list[str]]:
@@ -262,16 +265,31 @@ def run(stage: Stage, arguments: Sequence[str], output: IO[bytes] | None = None)
         started = time.monotonic()
         options = [*OPTIONS, f"--junitxml={report}"]
         command = [*stage.program, *options, *stage.arguments, *arguments]
-        exit_code = subprocess.run(
+        with subprocess.Popen(
             ["nice", "-n", str(stage.niceness), *command],
             env=environment(),
             stdin=None if output is None else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=is_detached(),
-        ).returncode
+        ) as process:
+            exit_code, cpu_seconds = wait(process)
         seconds = time.monotonic() - started
-        return StageResult(stage, exit_code, seconds, bool(arguments), *read_report(report))
+        return StageResult(
+            stage, exit_code, seconds, cpu_seconds, bool(arguments), *read_report(report)
+        )
+
+
+def wait(process: subprocess.Popen[bytes]) -> tuple[int, float]:
+    """Wait until a program ends. Return its exit code, and the CPU time in seconds of it and of all
+    programs below it that were waited for. If Ctrl-C ends the wait, kill the program."""
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:
+        process.kill()
+        raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, usage.ru_utime + usage.ru_stime
 
 
 def run_again(result: StageResult) -> None:

@@ -10,6 +10,8 @@ from engine_core.grammar.matcher import Matcher, MatcherTemplate
 from engine_core.requests.adapter import EngineAdapter
 from engine_core.requests.request import Request
 from engine_core.requests.stage_timer import EngineClock, StageTimer
+from engine_core.requests.whole_runs import last_end, whole_runs_of
+from protocol.engine.kv_window import max_held_blocks
 from protocol.engine.messages import Generate, Limits
 from protocol.engine.model_card import ModelCard
 from protocol.engine.sampling import (
@@ -39,7 +41,8 @@ def check_request(prompt: list[int], message: Generate, model: ModelCard, limits
 
 def check_images(message: Generate, prompt: list[int], model: ModelCard, limits: Limits) -> None:
     """Raise InvalidRequest if the model reads no images, if an image has more rows than there is
-    memory for, or if a position of an image does not have the id of the placeholder."""
+    memory for, if it lacks the grid that the model needs, or if a position of it does not have the
+    id of the placeholder."""
     if model.images is None or model.images.reason or not limits.image_rows:
         why = "" if model.images is None else model.images.reason
         raise InvalidRequest.at("attachments", why or f"{model.name} reads no images")
@@ -49,11 +52,45 @@ def check_images(message: Generate, prompt: list[int], model: ModelCard, limits:
             raise InvalidRequest.at(
                 path, f"{image.num_tokens:,} tokens exceed the {limits.image_rows:,} of one image"
             )
+        if model.images.needs_grid and image.grid is None:
+            raise InvalidRequest.at(
+                f"{path}.grid", f"{model.name} needs the rows and columns of each image"
+            )
         for first, count in image.runs:
             if prompt[first : first + count] != [model.images.token_id] * count:
                 raise InvalidRequest.at(
                     path, f"positions {first} to {first + count - 1} are not all placeholders"
                 )
+    if model.images.sees_whole_runs:
+        _check_whole_runs(message, len(prompt), limits)
+
+
+def _check_whole_runs(message: Generate, prompt_tokens: int, limits: Limits) -> None:
+    """Raise InvalidRequest if there is a run of an image that no step can compute as a whole."""
+    most = message.params.max_tokens
+    most = limits.max_len if most is None else min(prompt_tokens + most, limits.max_len)
+    for number, image in enumerate(message.attachments):
+        path = f"attachments[{number}]"
+        longest = max(count for _, count in image.runs)
+        if longest > limits.max_whole_run:
+            raise InvalidRequest.at(
+                path,
+                f"{longest:,} tokens are computed in one step, and exceed the "
+                f"{limits.max_whole_run:,} of one request; the operator can raise --token-budget",
+            )
+        needed = max_held_blocks(
+            most,
+            longest,
+            block_tokens=limits.block_tokens,
+            window=limits.kv_window,
+            groups=limits.kv_groups,
+        )
+        if needed > limits.num_blocks - 1:
+            raise InvalidRequest.at(
+                path,
+                f"{longest:,} tokens are computed in one step, which needs {needed:,} blocks of "
+                f"the {limits.num_blocks - 1:,} in the K/V cache",
+            )
 
 
 def _check_answer(tokens: list[int], message: Generate, model: ModelCard, room: int) -> None:
@@ -108,17 +145,22 @@ def new_request(
 
     If other engines will read the K/V (`kv_readers`), the request samples nothing and computes its
     prompt except the last token, which each reader computes. If the model has a recurrent state, it
-    computes whole blocks only, because a state is saved after a block. If nothing remains of the
+    computes whole blocks only, because a state is saved after a block. It does not cut a run that
+    is computed as a whole. If nothing remains of the
     prompt, the request has no readers, because there is nothing to hand over. A continued request
     starts with the tokens of its prompt and of its answer so far, as after a preemption.
     """
-    params, readers = message.params, 0
+    params, readers, runs = message.params, 0, whole_runs_of(message.attachments)
+    if model.images is None or not model.images.sees_whole_runs:
+        runs = ()
     if message.kv_readers:
         params = SamplingParams(max_tokens=0)
         size = limits.block_tokens if limits.state_bytes else 1
-        num_shared = (len(prompt) - 1) // size * size
+        num_shared = len(prompt) - 1
+        while (end := last_end(runs, num_shared // size * size)) < num_shared:
+            num_shared = end
         readers = message.kv_readers if num_shared else 0
-        prompt = prompt[: num_shared or len(prompt) - 1] or prompt
+        prompt = prompt[: num_shared or last_end(runs, len(prompt) - 1)] or prompt
     room = context_limit(message, limits)[0] - len(prompt)
     stop_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
@@ -145,6 +187,7 @@ def new_request(
         labels=tuple(dict.fromkeys(message.labels)),
         account=message.account,
         images=tuple(image for image in message.attachments if image.first < len(prompt)),
+        whole_runs=tuple(run for run in runs if run[0] < len(prompt)),
         stage_timer=stage_timer,
     )
 

@@ -7,8 +7,8 @@ So if two hashes are equal, all tokens from position 0 on are equal, and so are 
 is therefore never found from another namespace, or with another adapter.
 
 If rows of images stand at some positions of a block, the block's hash also covers these positions,
-the rows, and the digest of the image. So prompts with equal tokens and different images share no
-such block.
+the rows, the digest of the image, and its grid, on which rotary positions depend. So prompts with
+equal tokens and different images share no such block.
 
 If a prefix ends within a block, its last tokens are hashed in the same way. The result differs from
 the hash of every full block, because a full block has more tokens.
@@ -117,7 +117,9 @@ def extend_hashes(
 
 def _image_parts(images: Sequence[Attachment], start: int, end: int) -> Iterator[bytes]:
     """Yield a description of each run of an image's rows at the positions from `start` to `end`: a
-    mark, the image, the first row, the first position after `start`, and the number of rows.
+    mark, the image, the first row, the first position after `start`, the number of rows, the number
+    of those that follow in later blocks, and the grid (zeros: none). In some models the K/V of all
+    rows of a run depends on the last ones.
 
     A full block's tokens have a fixed length, so the hash of a block without images has no such
     description at its end. Descriptions have a fixed length, too.
@@ -129,6 +131,7 @@ def _image_parts(images: Sequence[Attachment], start: int, end: int) -> Iterator
         for first, count in image.runs:
             low, high = max(first, start), min(first + count, end)
             if low < high:
-                numbers = (row + low - first, low - start, high - low)
-                yield b"image" + bytes.fromhex(image.digest) + pack("<3I", *numbers)
+                numbers = (row + low - first, low - start, high - low, first + count - high)
+                grid = image.grid or (0, 0, 0)
+                yield b"image" + bytes.fromhex(image.digest) + pack("<7I", *numbers, *grid)
             row += count

@@ -184,6 +184,8 @@ class Prefixes:
         - If all layers have a window, blocks that it has passed after these tokens are replaced by
           the null block. With K/V groups, only the blocks of the layers without a window are
           returned.
+        - Blocks of a run that is computed as a whole are used only together with the end of the
+          run.
         - The block with the last token is not used, because the step needs the logits of this
           token.
         - A request with prompt logprobs uses no cached blocks, because it needs the logits of its
@@ -198,11 +200,27 @@ class Prefixes:
         checkpoints = self._cache.checkpoints
         if checkpoints is not None:
             request.num_shared_columns = 0
-            while (end := checkpoints.num_covered(hashes, len(found))) < len(found):
-                found, _ = self._match(hashes[:end])
+        while (end := self._resumable(request, hashes, len(found))) < len(found):
+            found, _ = self._match(hashes[:end])
+        num_columns = self._outside_runs(request, num_columns)
         if len(found) < num_columns:
             request.num_shared_columns = num_columns
         return found
+
+    def _resumable(self, request: Request, hashes: Sequence[bytes], num_found: int) -> int:
+        """Return how many of the first `num_found` blocks a request can continue after: a
+        checkpoint follows them if the model has a state, and they end outside of whole runs."""
+        num_outside = self._outside_runs(request, num_found)
+        checkpoints = self._cache.checkpoints
+        return num_outside if checkpoints is None else checkpoints.num_covered(hashes, num_outside)
+
+    def _outside_runs(self, request: Request, num_blocks: int) -> int:
+        """Return `num_blocks`, or fewer if the last of them ends inside a run that is computed as a
+        whole."""
+        size = self._block_tokens
+        while (end := request.last_end(num_blocks * size)) < num_blocks * size:
+            num_blocks = end // size
+        return num_blocks
 
     def _match(self, hashes: Sequence[bytes]) -> tuple[list[int], int]:
         """Return the blocks of the longest cached prefix of `hashes`, as `find` does, and the

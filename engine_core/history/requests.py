@@ -48,6 +48,9 @@ class RequestHistory:
     client: bytes
     account: str
     prompt_tokens: int
+    #: Number of images in the prompt, and of their tokens.
+    images: int
+    image_tokens: int
     arrived_at: float
     #: Shared with the request's StageTimer, which extends the list.
     spans: Sequence[tuple[Stage, float]]
@@ -70,6 +73,8 @@ class RequestHistory:
             client=request.client,
             account=request.account.name if request.account is not None else "",
             prompt_tokens=request.prompt_tokens,
+            images=len(request.images),
+            image_tokens=sum(image.num_tokens for image in request.images),
             arrived_at=request.arrived_at,
             spans=request.stage_timer.spans,
         )

@@ -65,6 +65,8 @@ def build_timeline(
         took_s=end - start,
         ended_ago_s=now - end,
         prompt_tokens=usage.prompt_tokens,
+        images=history.images,
+        image_tokens=history.image_tokens,
         cached_tokens=usage.cached_tokens,
         fetched_tokens=usage.fetched_tokens,
         generated_tokens=usage.generated_tokens,

@@ -54,6 +54,19 @@ class ImageRows:
         """Return whether the next position of the request belongs to an image that is not ready."""
         return bool(request.images) and self.num_computable(request) <= request.num_scheduled
 
+    def note_waits(self, running: Iterable[Request]) -> None:
+        """Record in the timers of running requests with images whether they wait for one."""
+        for request in running:
+            if request.images:
+                is_idle = request.num_scheduled == request.num_computed
+                is_waiting = is_idle and self.is_held_back(request)
+                request.stage_timer.note_image_wait(is_waiting=is_waiting)
+
+    @property
+    def num_kept_rows(self) -> int:
+        """Number of rows that the worker has, or is encoding."""
+        return sum(self.kept.values())
+
     def is_ready(self, digest: str) -> bool:
         return digest in self.kept and digest not in self.encoding
 
@@ -102,7 +115,7 @@ class ImageRows:
         if there would be too little."""
         needed = {*needed, *self.encoding}
         unneeded = [digest for digest in self.kept if digest not in needed]
-        missing = sum(self.kept.values()) + num_rows - self.max_rows
+        missing = self.num_kept_rows + num_rows - self.max_rows
         if missing > sum(self.kept[digest] for digest in unneeded):
             return False
         dropped = []
@@ -116,11 +129,12 @@ class ImageRows:
 
 def _needed(requests: Iterable[Request]) -> dict[str, int]:
     """Return digest -> number of rows of the images that the requests need, in their order.
-    Requests that have ended in flight need none."""
+    Requests that have ended in flight need none. Neither do those whose K/V is being fetched: it
+    covers the images, unless the fetch fails."""
     return {
         image.digest: image.num_tokens
         for request in requests
-        if request.phase is not RequestPhase.FINISHED
+        if request.phase not in (RequestPhase.FINISHED, RequestPhase.FETCHING)
         for image in request.images
         if image.end > request.num_scheduled
     }

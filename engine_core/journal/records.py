@@ -31,7 +31,7 @@ from protocol.worker.steps import (
     StepResult,
 )
 
-FORMAT = 14
+FORMAT = 15
 """Version of the format. It covers the records, the snapshot and the plans that are digested."""
 DIGEST_BYTES = 8
 RAISED = b"raised"

@@ -24,6 +24,7 @@ from engine_core.requests.drafting import AcceptanceTally
 from engine_core.requests.encode_progress import EncodeProgress
 from engine_core.requests.request import AccountUsage, RequestPhase
 from engine_core.requests.stage_timer import RequestStage
+from engine_core.requests.whole_runs import WholeRuns
 from engine_core.speculation.overhead import StepTimes
 from protocol.engine.attachments import Attachment
 from protocol.engine.logprobs import TokenLogprobs
@@ -118,6 +119,7 @@ class RequestSnapshot(SnapshotPart, frozen=True, kw_only=True):
     labels: tuple[str, ...]
     account: Account | None
     images: tuple[Attachment, ...]
+    whole_runs: WholeRuns
     drafting: DraftingSnapshot | None
     num_drafts: int
     num_accepted: int

@@ -127,7 +127,7 @@ class Peers:
         if handle is None or must_compute:
             return None
         # The last token must be computed here, because the step needs its logits.
-        num_tokens = min(handle.num_tokens, request.prompt_tokens - 1)
+        num_tokens = request.last_end(min(handle.num_tokens, request.prompt_tokens - 1))
         if num_tokens <= num_blocks * self._block_tokens:
             return None
         if self._has_state and num_tokens < handle.num_tokens:

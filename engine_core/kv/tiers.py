@@ -169,12 +169,20 @@ class TierIndex:
             request.images,
         )
         found = list(takewhile(self._is_stored, request.hashes[num_blocks:usable]))
-        while self._has_state and found and not self._is_stored(state_key(found[-1])):
+        while found and not self._is_resumable(request, num_blocks + len(found)):
             found.pop()
         if not self._is_worth_loading(len(found) * self._block_tokens):
             return None
         num_tokens = (num_blocks + len(found)) * self._block_tokens
         return Match(TierSource(hashes=found), len(found), num_tokens)
+
+    def _is_resumable(self, request: Request, num_blocks: int) -> bool:
+        """Return whether a request can continue after its first `num_blocks` blocks: no run that is
+        computed as a whole is cut, and a stored state follows them if the model has one."""
+        num_tokens = num_blocks * self._block_tokens
+        if request.last_end(num_tokens) < num_tokens:
+            return False
+        return not self._has_state or self._is_stored(state_key(request.hashes[num_blocks - 1]))
 
     def _is_worth_loading(self, num_tokens: int) -> bool:
         if num_tokens < self._min_load_tokens:

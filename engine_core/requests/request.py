@@ -20,6 +20,7 @@ from engine_core.requests.drafting import RequestDrafting
 from engine_core.requests.encode_progress import EncodeProgress
 from engine_core.requests.kv_handle import Handle
 from engine_core.requests.stage_timer import EngineClock, RequestStage, StageTimer
+from engine_core.requests.whole_runs import WholeRuns, last_end, least_end
 from protocol.engine.attachments import Attachment
 from protocol.engine.logprobs import TokenLogprobs
 from protocol.engine.messages import Account
@@ -226,6 +227,8 @@ class Request:
     drafting: RequestDrafting | None = None
     #: The images in the prompt, in the order of their positions.
     images: tuple[Attachment, ...] = ()
+    #: Positions that a step computes as a whole: those of the images, in some models.
+    whole_runs: WholeRuns = ()
     #: Total number of drafts that were verified for the request.
     num_drafts: int = 0
     #: How many of `num_drafts` became part of the answer.
@@ -314,6 +317,18 @@ class Request:
         if not self.uses_draft_model:
             return self.num_computed
         return min(self.num_computed, self.num_draft_computed)
+
+    @property
+    def least_end(self) -> int:
+        """The end of the shortest chunk that can be computed next: it has one position, or a run
+        that is computed as a whole."""
+        start = self.num_scheduled
+        return least_end(self.whole_runs, start) if self.whole_runs else start + 1
+
+    def last_end(self, position: int) -> int:
+        """Return the last position, at most `position`, at which a chunk or a cached prefix may
+        end: the start of a run that is computed as a whole, if `position` is inside one."""
+        return last_end(self.whole_runs, position) if self.whole_runs else position
 
     def is_sampled(self, count: int) -> bool:
         """Return whether a step that computes `count` more positions samples a token."""

@@ -1,7 +1,7 @@
 """Stage timer: measures how long a request spends in each stage of its life.
 
-The stage changes only when the request changes its phase (request.STAGES) and at its first token.
-So timing costs nothing per step or token.
+The stage changes only when the request changes its phase (request.STAGES), at its first token, and
+when it starts or ends to wait for an image. So timing costs nothing per step or token.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class RequestStage(Enum):
     GRAMMAR = "grammar_s"
     QUEUE = "queued_s"
     FETCH = "fetching_s"
+    ENCODING = "encoding_s"
     PREFILL = "prefill_s"
     DECODE = "decode_s"
     PREEMPTED = "preempted_s"
@@ -72,6 +73,11 @@ class StageTimer:
         before, self._stage = self._stage, RequestStage.DECODE if is_decoding else stage
         if self._stage is not before and self._stage is not None and len(self.spans) < MAX_SPANS:
             self.spans.append((self._stage.stage, now))
+
+    def note_image_wait(self, *, is_waiting: bool) -> None:
+        """Record whether a running request waits for an image."""
+        if is_waiting != (self._stage is RequestStage.ENCODING):
+            self.enter(RequestStage.ENCODING if is_waiting else RequestStage.PREFILL)
 
     def on_first_token(self) -> None:
         """Record that the first token was sampled, which starts the stage DECODE."""

@@ -110,27 +110,36 @@ class BlockTables:
         return len(request.blocks) * self._size
 
     def needs_block(self, request: Request) -> bool:
-        """Return whether the request is running, and has no block for its next token."""
+        """Return whether the request is running, and lacks a block for its next token, or for the
+        run that it computes next as a whole."""
         return (
             request.phase is RequestPhase.RUNNING
             and request.num_uncomputed > 0
-            and request.num_scheduled >= self.num_covered(request)
+            and request.least_end > self.num_covered(request)
         )
 
     def growing(self, requests: Iterable[Request]) -> list[Request]:
         """Return those `requests` that need a block for their next token (`needs_block`)."""
         size = self._size
-        full = [r for r in requests if r.num_scheduled >= len(r.blocks) * size]
+        full = [r for r in requests if r.num_scheduled >= len(r.blocks) * size or r.whole_runs]
         return [request for request in full if self.needs_block(request)]
 
     def can_grow(self, requests: Sequence[Request]) -> bool:
         """Return whether enough blocks are free for the next tokens of all `requests`."""
         num_free = self._pool.num_free
+        if self.frees_blocks:
+            growing = self.growing(requests)
+            return sum(self._num_lacking(r, r.least_end) for r in growing) <= num_free
         return len(requests) <= num_free or len(self.growing(requests)) <= num_free
 
     def grow_all(self, growing: Sequence[Request], step: Schedule) -> None:
-        """Allocate the block that each of the requests `growing` needs for its next token, in their
-        order. Enough blocks must be free. Calling `grow` for each of them has the same effect."""
+        """Allocate the blocks that each of the requests `growing` needs to compute anything
+        (`needs_block`), in their order. Enough blocks must be free. Calling `grow` for each of them
+        has the same effect."""
+        if self.frees_blocks:  # a run of a windowed model may need several blocks
+            for request in growing:
+                self.grow(request, request.least_end, step)
+            return
         blocks = self._pool.allocate(len(growing))
         assert blocks is not None
         step.new_blocks += blocks
@@ -171,7 +180,7 @@ class BlockTables:
         bind. Otherwise they are listed in `table_updates`. Return False, without allocating any
         block, if too few are free.
         """
-        blocks = self._pool.allocate(max(self._num_blocks(num_positions) - len(request.blocks), 0))
+        blocks = self._pool.allocate(self._num_lacking(request, num_positions))
         if blocks is None:
             return False
         assert request.slot is not None
@@ -194,6 +203,10 @@ class BlockTables:
             assert request.slot is not None
             step.table_updates += [(request.slot, i, NULL_BLOCK) for i in range(first, end)]
             request.num_passed_sent = end
+
+    def _num_lacking(self, request: Request, num_positions: int) -> int:
+        """Return how many blocks the first `num_positions` positions lack."""
+        return max(self._num_blocks(num_positions) - len(request.blocks), 0)
 
     def _num_blocks(self, num_positions: int) -> int:
         return -(-num_positions // self._size)

@@ -15,7 +15,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from engine_core.blocks.pool import BlockPool
 from engine_core.requests.request import Request
@@ -95,15 +95,6 @@ class GroupedBlockTables(BlockTables):
     def growing(self, requests: Iterable[Request]) -> list[Request]:
         return [request for request in requests if self.needs_block(request)]
 
-    def can_grow(self, requests: Sequence[Request]) -> bool:
-        growing = self.growing(requests)
-        num_lacking = sum(self._num_lacking(r, r.num_scheduled + 1) for r in growing)
-        return num_lacking <= self._pool.num_free
-
-    def grow_all(self, growing: Sequence[Request], step: Schedule) -> None:
-        for request in growing:
-            self.grow(request, request.num_scheduled + 1, step)
-
     def max_positions(self, request: Request, *, reserved: int) -> int:
         free = max(self._pool.num_free - reserved * self._width, 0)
         num_columns = len(request.window_tables[0])
@@ -161,7 +152,6 @@ class GroupedBlockTables(BlockTables):
         return missing, min(missing, self._max_first, room)
 
     def _num_lacking(self, request: Request, num_positions: int) -> int:
-        """Return how many blocks the first `num_positions` positions lack."""
         end = self._num_blocks(num_positions)
         behind = max(end - len(request.window_tables[0]), 0)
         return max(end - len(request.blocks), 0) + behind * self._num_window

@@ -32,6 +32,9 @@ image (images/).
 
 The rest of the budget goes to drafts (drafting.py).
 
+Positions that see each other (requests/whole_runs.py) are computed in one step. If they do not fit
+into what is left of a step, they wait for one in which they are the first chunk.
+
 No request is preempted while a plan in flight contains it, because the tokens being sampled would
 be lost. `can_continue` returns whether the next step can be planned without preemption.
 """
@@ -57,6 +60,7 @@ from engine_core.policy.fair_share import (
 )
 from engine_core.policy.queue import WaitingQueue
 from engine_core.requests.request import Request, RequestEvent, RequestPhase
+from engine_core.requests.whole_runs import least_end
 from engine_core.schedule.block_tables import BlockTables
 from engine_core.schedule.checkpointing import Checkpointing
 from engine_core.schedule.columns import running_column, uncomputed_column
@@ -170,6 +174,7 @@ class Scheduler:
             self.tables.plan_passed(step)
         if self._images.content.users:
             self._images.encode_next([*self.running, *self.unbound])
+            self._images.note_waits(self.running)
         prompts = chain(prefills, step.admitted) if prefills or step.admitted else ()
         left = sum([request.num_uncomputed for request in prompts])
         self.num_prefill_tokens = max(0, left - sum([count for _, count in step.chunks]))
@@ -271,32 +276,55 @@ class Scheduler:
             step.budget, reserved = max(step.budget - reserved, 0), 0
             if step.budget == 0:
                 return
-            self.fair_share.on_scheduled(request.account_usage)
-            self._schedule_tokens(request, step)
+            if self._fits(request, request.num_scheduled, step):
+                self.fair_share.on_scheduled(request.account_usage)
+                self._schedule_tokens(request, step)
+
+    def _fits(self, request: Request, start: int, step: Schedule) -> bool:
+        """Return whether the step has budget for a chunk of the request from `start` on."""
+        return self._room(request, start, step) >= least_end(request.whole_runs, start) - start
+
+    def _room(self, request: Request, start: int, step: Schedule) -> int:
+        """Return the budget left for a chunk of the request from `start` on.
+
+        A run that is computed as a whole may exceed the budget for the prompts of several accounts
+        if the step has no other chunk. It then fits beside all decodes (`Limits.max_whole_run`).
+        """
+        if not request.whole_runs or step.chunks:
+            return step.budget
+        least = least_end(request.whole_runs, start) - start
+        return max(step.budget, min(least, self.limits.token_budget - step.num_tokens))
 
     def _schedule_tokens(self, request: Request, step: Schedule) -> None:
-        count = min(request.num_uncomputed, step.budget)
+        """Schedule the next tokens of a request: as many as the budget, the blocks and the images
+        that are ready allow. There may be too few blocks for a run that is computed as a whole."""
+        start = request.num_scheduled
+        end = start + min(request.num_uncomputed, self._room(request, start, step))
         if request.images:
-            count = min(count, self._images.num_computable(request) - request.num_scheduled)
-        covered = self.tables.grow_if_free(request, request.num_scheduled + count, step)
-        count = min(count, covered - request.num_scheduled)
+            end = min(end, self._images.num_computable(request))
+        end = request.last_end(end)
+        covered = self.tables.grow_if_free(request, end, step)
+        count = request.last_end(min(end, covered)) - start
+        if count <= 0:
+            return
         if count < request.num_uncomputed:
             step.partial.add(request)
         if count == 1:
             step.decodes.append(request)
         else:
             step.chunks.append((request, count))
-        step.budget -= count
+        step.budget = max(step.budget - count, 0)
 
     def _ensure_block(self, request: Request, step: Schedule) -> bool:
-        """Allocate a block for the request's next token if it needs one.
+        """Allocate a block for the request's next token if it needs one, or the blocks for the run
+        that it computes next as a whole.
 
         If no block is free, leases yield or the youngest requests are preempted. Return False if
         the request itself was preempted.
         """
         if not self.tables.needs_block(request):
             return True
-        while not self.tables.try_grow(request, request.num_scheduled + 1, step):
+        while not self.tables.try_grow(request, request.least_end, step):
             if self._kv_transfers.yield_lease(request):
                 continue
             victim = self.running[-1]
@@ -353,7 +381,8 @@ class Scheduler:
                 self.checkpointing.read(request, len(found), step)
                 if match is not None and not self.checkpointing.can_fetch(request):
                     match = None
-            if match is None and not step.budget:
+            num_found = len(found) * self.limits.block_tokens
+            if match is None and not self._fits(request, num_found, step):
                 return  # only a request that starts a fetch needs no budget
             if not self._allocate_for(request, found):
                 self._blocked_newcomer = request
@@ -421,6 +450,7 @@ class Scheduler:
                 request.phase is RequestPhase.READY
                 and request.num_uncomputed <= max_tokens
                 and not self._images.is_held_back(request)
+                and self._fits(request, request.num_scheduled, step)
             ):
                 self.unbound.remove(request)
                 if self.checkpointing is not None:

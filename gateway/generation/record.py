@@ -69,6 +69,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     image_tokens: int = 0
     images: int = 0
     cached_images: int = 0
+    image_fetch_s: float = 0.0
     image_decode_s: float = 0.0
     image_preprocess_s: float = 0.0
     draft_tokens: int
@@ -178,6 +179,7 @@ def answer_record(timeline: Timeline, group: ChoiceGroup) -> AnswerRecord:
         image_tokens=sum(each.num_tokens for each in images) if is_accepted else 0,
         images=sum(each.times.num_images for each in images),
         cached_images=sum(each.times.num_hits for each in images),
+        image_fetch_s=sum(each.times.fetch_s for each in images),
         image_decode_s=sum(each.times.decode_s for each in images),
         image_preprocess_s=sum(each.times.preprocess_s for each in images),
         draft_tokens=accepted + rejected,

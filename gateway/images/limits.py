@@ -9,7 +9,12 @@ MAX_IMAGES = 100
 """Most images of one request."""
 MAX_IMAGE_BYTES = 32 << 20
 """Most bytes of one image in its file format."""
+MAX_URL_CHARS = 8192
+"""Most characters of an http(s): URL."""
 MAX_PIXELS = 50_000_000
 """Most pixels of one image. In RGB they are 150 MB."""
 MAX_SIDE = 30_000
 """Most pixels of one side of an image."""
+MAX_PROCESS_S, MAX_FETCH_S = 60.0, 30.0
+"""Time limits of the images of one request together, for preprocessing and for loading those with
+an http(s): URL. The image that exceeds a limit is the last one."""

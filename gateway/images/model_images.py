@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from gateway.images.families import FAMILIES, ImagePrompter
 from gateway.images.marks import MarkedImages, PlacedImages, placed_images
-from gateway.images.reader import ImageReader, ImageTimes, ProcessedImage
+from gateway.images.memory import ProcessedImage
+from gateway.images.reader import ImageReader, ImageTimes
 from gateway.images.settings import CheckpointFiles
 from gateway.images.source import ImageSource
 from gateway.text.tokenizer import Tokenizer

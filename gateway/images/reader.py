@@ -1,15 +1,13 @@
-"""Decodes and preprocesses images in a sandbox process, and caches the results.
+"""Decodes and preprocesses images in a sandbox process, and keeps the results.
 
-The results are cached by the SHA-256 of the image's bytes, so that an image of a conversation is
-processed once, however many turns follow. Several requests with the same new image wait for one
-call.
+They are kept by the SHA-256 of the image's bytes, so that an image of a conversation is processed
+once, however many turns follow. Several requests with the same new image wait for one call.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +16,8 @@ import msgspec
 from gevent.event import AsyncResult
 
 from gateway.images.families import ImageFacts
+from gateway.images.limits import MAX_FETCH_S, MAX_PROCESS_S
+from gateway.images.memory import ImageMemory, ProcessedImage
 from gateway.images.settings import ProcessorSettings
 from gateway.images.source import ImageSource, decoded_bytes
 from gateway.sandbox.messages import (
@@ -27,9 +27,9 @@ from gateway.sandbox.messages import (
     ProcessImage,
 )
 from gateway.sandbox.process import LimitExceeded, SandboxProcess, frame_of
-from protocol.engine.attachments import AttachedTensor, attached_bytes
+from protocol.engine.attachments import AttachedTensor
 from protocol.wire.arrays import UInt8
-from protocol.wire.errors import InvalidImage
+from protocol.wire.errors import InvalidImage, Overloaded
 
 CPU_S = 20.0
 """CPU time limit of one image. The first one also loads transformers, which takes 2 s."""
@@ -37,24 +37,12 @@ MEMORY_BYTES = 2 << 30
 RETIRE_BYTES = 1 << 30
 MAX_WAITING = 32
 """Maximum number of images that wait for the process. Further ones are refused."""
-CACHE_BYTES = 256 << 20
-"""Default size of the cache of preprocessed images in a gateway process."""
+MAX_BYTES = 512 << 20
+"""Default memory of the preprocessed images in a gateway process."""
+RETRY_S = 5.0
+"""When to try again if the images of other requests need all of the memory."""
 _INLINE_BYTES = 1 << 18
 """Larger images are decoded from base64 and hashed in a thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessedImage:
-    """A preprocessed image."""
-
-    #: `attachment_digest` of the tensors.
-    digest: str
-    tensors: Sequence[AttachedTensor]
-    facts: ImageFacts
-
-    @property
-    def num_bytes(self) -> int:
-        return attached_bytes(self.tensors)
 
 
 @dataclass(slots=True)
@@ -62,8 +50,10 @@ class ImageTimes:
     """What the images of a request cost."""
 
     num_images: int = 0
-    #: Images that were in the cache.
+    #: Images that had been preprocessed before.
     num_hits: int = 0
+    #: Seconds until images with http(s): URLs were loaded.
+    fetch_s: float = 0.0
     #: Seconds of the process for decoding, and for preprocessing.
     decode_s: float = 0.0
     preprocess_s: float = 0.0
@@ -81,9 +71,9 @@ class ImageFetcher(Protocol):
 class ImageReader:
     """Reads the images of requests for all models of a gateway process.
 
-    fetcher      loads images with http(s): URLs
-    offload      runs a function in a thread
-    cache_bytes  size of the cache of preprocessed images
+    fetcher    loads images with http(s): URLs
+    offload    runs a function in a thread
+    max_bytes  memory of the preprocessed images
     """
 
     def __init__(
@@ -91,7 +81,7 @@ class ImageReader:
         fetcher: ImageFetcher,
         *,
         offload: Callable[[Callable[[], tuple[bytes, str]]], tuple[bytes, str]],
-        cache_bytes: int = CACHE_BYTES,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._fetcher = fetcher
         self._offload = offload
@@ -103,7 +93,7 @@ class ImageReader:
             max_waiting=MAX_WAITING,
             queued="images are waiting to be decoded",
         )
-        self._cache = ImageCache(cache_bytes)
+        self.memory = ImageMemory(max_bytes)
         self._pending: dict[str, AsyncResult] = {}
 
     def close(self) -> None:
@@ -122,22 +112,29 @@ class ImageReader:
     ) -> list[ProcessedImage]:
         """Return the preprocessed images, and add what they cost to `times`.
 
-        Raises InvalidImage, naming the field, if an image cannot be used, and Overloaded if too
-        many images are waiting.
+        Raises InvalidImage, naming the field, if an image cannot be used or if the images cost
+        too much together, and Overloaded if too many images are waiting or in use.
         """
         started_at = time.monotonic()
-        found = [self._read(source, settings, times) for source in sources]
+        found: list[ProcessedImage] = []
+        for source in sources:
+            found.append(self._read(source, settings, times, found))
         times.total_s += time.monotonic() - started_at
         return found
 
     def _read(
-        self, source: ImageSource, settings: ProcessorSettings, times: ImageTimes
+        self,
+        source: ImageSource,
+        settings: ProcessorSettings,
+        times: ImageTimes,
+        before: Sequence[ProcessedImage],
     ) -> ProcessedImage:
-        data, digest = self._loaded(source)
+        """Return an image. `before` are those that the request has before it."""
+        data, digest = self._loaded(source, times)
         key = f"{digest} {hashlib.sha256(msgspec.json.encode(settings)).hexdigest()}"
         times.num_images += 1
         while True:
-            if (image := self._cache.get(key)) is not None:
+            if (image := self.memory.get(key)) is not None:
                 times.num_hits += 1
                 return image
             if (pending := self._pending.get(key)) is None:
@@ -146,18 +143,37 @@ class ImageReader:
         self._pending[key] = done = AsyncResult()
         try:
             image = self._processed(data, source, settings, times)
-            self._cache.put(key, image)
+            if not self.memory.put(key, image):
+                raise self._no_memory(source, [*before, image])
             return image
         finally:
             del self._pending[key]
             done.set()
 
-    def _loaded(self, source: ImageSource) -> tuple[bytes, str]:
+    def _no_memory(self, source: ImageSource, own: Sequence[ProcessedImage]) -> Exception:
+        """Return the error of a request whose images, `own`, do not fit in the memory."""
+        limit = self.memory.max_bytes
+        if sum(each.num_bytes for each in {id(each): each for each in own}.values()) > limit:
+            return InvalidImage.at(
+                source.param,
+                f"the images up to this one need more than {limit >> 20:,} MiB, which is the most "
+                "for preprocessed images; send fewer images, or smaller ones",
+            )
+        return Overloaded(
+            f"the images of open requests fill the {limit >> 20:,} MiB for them; try again later",
+            retry_after_s=RETRY_S,
+        )
+
+    def _loaded(self, source: ImageSource, times: ImageTimes) -> tuple[bytes, str]:
         """Return the bytes of an image and their SHA-256."""
         if source.problem is not None:
             raise source.problem
         if source.url.lower().startswith("http"):
+            if times.fetch_s > MAX_FETCH_S:
+                raise _too_slow(source, "load", times.fetch_s, MAX_FETCH_S)
+            started_at = time.monotonic()
             source = ImageSource(source.param, data=self._fetcher.fetch(source))
+            times.fetch_s += time.monotonic() - started_at
 
         def work() -> tuple[bytes, str]:
             data = decoded_bytes(source)
@@ -169,6 +185,8 @@ class ImageReader:
     def _processed(
         self, file: bytes, source: ImageSource, settings: ProcessorSettings, times: ImageTimes
     ) -> ProcessedImage:
+        if (spent_s := times.decode_s + times.preprocess_s) > MAX_PROCESS_S:
+            raise _too_slow(source, "decode and preprocess", spent_s, MAX_PROCESS_S)
         try:
             reply, raw = self._process.full_reply(frame_of(ProcessImage(settings), [file]))
         except LimitExceeded as error:
@@ -188,25 +206,10 @@ class ImageReader:
         return ProcessedImage(reply.digest, tensors, ImageFacts(reply.numbers, reply.shapes))
 
 
-class ImageCache:
-    """Preprocessed images, at most `max_bytes` of tensors. The least recently used ones are dropped
-    first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
-        self.num_bytes = 0
-
-    def get(self, key: str) -> ProcessedImage | None:
-        image = self._images.get(key)
-        if image is not None:
-            self._images.move_to_end(key)
-        return image
-
-    def put(self, key: str, image: ProcessedImage) -> None:
-        """Add an image that is not in the cache."""
-        self._images[key] = image
-        self.num_bytes += image.num_bytes
-        while self.num_bytes > self._max_bytes:
-            _, dropped = self._images.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
+def _too_slow(source: ImageSource, task: str, spent_s: float, max_s: float) -> InvalidImage:
+    """Return the error of an image whose predecessors in the request took too long."""
+    return InvalidImage.at(
+        source.param,
+        f"the images before this one took {spent_s:.0f} s to {task}; the limit for the images of "
+        f"a request is {max_s:g} s; send fewer images, or smaller ones",
+    )

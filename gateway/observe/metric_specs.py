@@ -93,7 +93,8 @@ class GatewaySeries:
         )
         self.image_s = self._answer_counter(
             "tidegate_image_seconds",
-            "Time spent on images before they are sent to an engine, by stage: decode, preprocess",
+            "Time spent on images before they are sent to an engine, by stage: fetch, decode, "
+            "preprocess",
             "stage",
         )
         self.generated_tokens = self._answer_counter(

@@ -40,6 +40,7 @@ STAGES = {
     "queue": "queued_s",
     "grammar": "grammar_s",
     "fetch": "fetching_s",
+    "encode": "encoding_s",
     "prefill": "prefill_s",
     "decode": "decode_s",
     "preempted": "preempted_s",
@@ -99,6 +100,7 @@ class Metrics(GatewaySeries):
         _child(self.image_tokens, *model).inc(answer.image_tokens)
         _child(self.images, *model, "hit").inc(answer.cached_images)
         _child(self.images, *model, "miss").inc(answer.images - answer.cached_images)
+        _child(self.image_s, *model, "fetch").inc(answer.image_fetch_s)
         _child(self.image_s, *model, "decode").inc(answer.image_decode_s)
         _child(self.image_s, *model, "preprocess").inc(answer.image_preprocess_s)
 
@@ -319,6 +321,8 @@ ENGINE_METRICS = (
     _gauge("adapters_waiting", "Requests waiting for a slot, by LoRA adapter", "adapter"),
     _gauge("tier_blocks", "KV blocks in the tier that can be loaded", "tier"),
     _gauge("tier_bytes", "Bytes stored in the tier", "tier"),
+    _gauge("image_tokens", "Rows of encoded images that are kept, one for each token"),
+    _gauge("image_bytes", "Bytes of the tensors of images that are kept"),
     _counter("steps", "Steps computed"),
     _counter("accepted", "Requests accepted"),
     _counter("adapter_requests", "Requests accepted, by loaded LoRA adapter", "adapter"),
@@ -340,6 +344,10 @@ ENGINE_METRICS = (
     _counter("preemptions", "Preemptions: requests that gave up their slot and blocks"),
     _counter("draft_tokens", "Draft tokens verified"),
     _counter("accepted_tokens", "Draft tokens accepted"),
+    _counter("images_encoded", "Images encoded"),
+    _counter("image_tokens_encoded", "Tokens of encoded images"),
+    _counter("image_hits", "Images of started requests that had been encoded before"),
+    _counter("image_encode_seconds", "Time spent encoding images", field="image_encode_s"),
     _counter("wire_errors", "Malformed messages received"),
     _counter("busy_seconds", "Time spent waiting for the worker's results", field="busy_s"),
     _counter("finished", "Requests finished, by reason", "reason"),

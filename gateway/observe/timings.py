@@ -46,6 +46,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     queue_ms: float
     #: Time waiting for K/V that was fetched instead of computed.
     fetch_ms: float
+    #: Time waiting for images to be encoded.
+    encode_ms: float
     #: Time from preemptions until the request ran again.
     preempted_ms: float
     #: Time of detokenizing and parsing in the gateway.
@@ -84,6 +86,7 @@ def timings_of(record: AnswerRecord, detokenize_s: float) -> Timings:
         grammar_ms=_ms(times.grammar_s),
         queue_ms=_ms(times.queued_s),
         fetch_ms=_ms(times.fetching_s),
+        encode_ms=_ms(times.encoding_s),
         preempted_ms=_ms(times.preempted_s),
         detokenize_ms=_ms(detokenize_s),
         first_token_ms=None if record.first_token_s is None else _ms(record.first_token_s),

@@ -179,6 +179,7 @@ def stages_of(record: RequestRecord) -> Iterator[tuple[str, int, int]]:
         ("grammar", times.grammar_s),
         ("queue", times.queued_s),
         ("fetch", times.fetching_s),
+        ("encode", times.encoding_s),
         ("prefill", times.prefill_s),
         ("decode", times.decode_s + times.preempted_s),
     ):

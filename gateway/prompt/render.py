@@ -110,6 +110,11 @@ class ChatRenderer:
         if card.tool_use_template is not None:
             self._tool_use = self._loaded(card.tool_use_template)
 
+    @property
+    def image_refusal(self) -> str:
+        """Why images are refused; "": the model reads them."""
+        return self._images.refusal
+
     def _loaded(self, source: str | None) -> ParsedTemplate | str:
         """Return the template, or the reason why it cannot be used."""
         if source is None:

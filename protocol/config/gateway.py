@@ -323,8 +323,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
     ] = []
     preprocessed_images_mib: Annotated[
         int,
-        about("MiB of preprocessed images that each gateway process keeps", ge=0, le=1 << 16),
-    ] = 256
+        about(
+            "MiB for preprocessed images in each gateway process: those of open requests, and the "
+            "last ones",
+            ge=1,
+            le=1 << 16,
+        ),
+    ] = 512
     default_chat_template_kwargs: DefaultTemplateKwargs = ""
     default_sampling: DefaultSampling = ""
     tool_format: ToolFormat = "auto"

@@ -101,8 +101,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     dtype: Annotated[
         Dtype,
         about(
-            "number type of weights and, by default, of the KV cache; auto: bfloat16 if supported, "
-            "else float32"
+            "number type of weights and, by default, of the KV cache; auto: the one that --kernels "
+            "compute fastest, which is bfloat16 on a GPU and with avx512bf16, else float32"
         ),
     ] = "auto"
     threads: Threads = 0
@@ -147,7 +147,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "int8: round the inputs of quantised weights to eight bits, which is faster and loses "
             "a little quality (docs/operate/performance.md); bfloat16: keep them in --dtype; "
-            "auto: int8 if the dtype is bfloat16 and the CPU kernels multiply integers faster"
+            "auto: int8 if the CPU kernels multiply integers faster, unless --dtype is float32"
         ),
     ] = "auto"
     kv_dtype: Annotated[
@@ -155,7 +155,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         about(
             "number type of the KV cache; int8: round keys and values to eight bits, so the cache "
             "holds about twice as many tokens, at a small loss of quality "
-            "(docs/operate/performance.md); bfloat16: half of the memory of float32; auto: --dtype"
+            "(docs/operate/performance.md); bfloat16: half of the memory of float32; auto: "
+            "--dtype, or bfloat16 if --dtype is auto and the CPU kernels read that faster"
         ),
     ] = "auto"
     pooling: Annotated[

@@ -80,6 +80,8 @@ class Attachment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
             if first < end:
                 raise ValueError(f"runs of an attachment overlap at position {first}")
             end = first + count
+        if self.grid is not None and len(self.runs) > 1:
+            raise ValueError("an attachment with a grid has only one run of positions")
         if self.grid is not None and prod(self.grid) != self.num_tokens:
             raise ValueError(f"grid {self.grid} does not have {self.num_tokens} positions")
 
@@ -128,5 +130,7 @@ class ImageSupport(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     reason: str = ""
     #: Whether the positions of a run see each other, so that a run is computed in one step.
     sees_whole_runs: bool = False
+    #: Whether rotary positions have several axes, so that each attachment needs a grid.
+    needs_grid: bool = False
     #: Most rows of one attachment that the server has memory for; 0: no limit.
     max_tokens: int = 0

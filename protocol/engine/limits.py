@@ -35,3 +35,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     num_checkpoints: int = 0
     image_rows: int = 0
+
+    @property
+    def max_whole_run(self) -> int:
+        """The most positions that a step has for one request beside a token of each other one."""
+        return self.token_budget + 1 - min(self.max_slots, self.token_budget)

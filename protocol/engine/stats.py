@@ -97,6 +97,8 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     adapters_waiting: dict[str, int] = {}  #: waiting requests, by LoRA adapter
     tier_blocks: dict[str, int] = {}  #: number of stored blocks, by tier (kv.KVTierNews)
     tier_bytes: dict[str, int] = {}
+    image_tokens: int = 0  #: rows of encoded images that are kept, or being made
+    image_bytes: int = 0  #: tensors of images that clients have sent
     # ---- counters
     num_steps: int = 0
     num_accepted: int = 0
@@ -123,5 +125,9 @@ class EngineStats(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  #: draft tokens that became part of an answer
+    num_images_encoded: int = 0
+    num_image_tokens_encoded: int = 0
+    num_image_hits: int = 0  #: images of admitted requests that had been encoded before
+    image_encode_s: float = 0.0
     num_wire_errors: int = 0
     busy_s: float = 0.0  #: seconds spent on steps

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-Stage = Literal["grammar", "queued", "fetching", "prefill", "decode", "preempted"]
+Stage = Literal["grammar", "queued", "fetching", "encoding", "prefill", "decode", "preempted"]
 """A stage of a request in the engine: the fields of `Times`, without their unit."""
 Lack = Literal["", "slot", "blocks"]
 """The resource that the first request in the queue lacks; "": none, or the queue is empty."""
@@ -109,6 +109,9 @@ class EngineTimeline(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     prompt_tokens: int
     cached_tokens: int = 0
     fetched_tokens: int = 0
+    #: Images of the prompt, and their tokens.
+    images: int = 0
+    image_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     draft_tokens: int = 0

@@ -12,6 +12,7 @@ class Times(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     grammar_s    from the arrival until its grammar was compiled
     queued_s     from then until it was first scheduled
     fetching_s   waiting for K/V to be fetched
+    encoding_s   waiting for the rows of its next image, which are being encoded
     prefill_s    being computed, until its first token
     decode_s     being computed after its first token
     preempted_s  waiting after a preemption, without a slot and blocks. Computing its tokens again
@@ -21,6 +22,7 @@ class Times(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     grammar_s: float = 0.0
     queued_s: float = 0.0
     fetching_s: float = 0.0
+    encoding_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     preempted_s: float = 0.0

@@ -31,6 +31,7 @@ Cause = Literal[
     "grammar",
     "queue",
     "fetch",
+    "encode",
     "prefill",
     "decode",
     "prompts",
@@ -151,6 +152,9 @@ def _in_engine(engine: EngineTimeline) -> Iterator[Reason]:
     fetched = f"{engine.fetched_tokens or engine.cached_tokens:,}"
     text = f"fetching the K/V of {fetched} prompt tokens took {{}}"
     yield from _reason("fetch", fetching_s, text)
+    pictures = f"{_count(engine.images, 'image')} ({_count(engine.image_tokens, 'token')})"
+    text = f"waited {{}} for the encoding of {pictures}"
+    yield from _reason("encode", _total(engine, "encoding"), text)
     yield from _prefill(engine)
     yield from _decode(engine)
     yield from _preempted(engine)

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
+from protocol.config.worker import WorkerConfig
 from tests.support.paged import PagedRow, attention_batch
 from worker.attention.select import select_attention
 from worker.device.cpuinfo import cpu_flags
-from worker.device.device import choose_dtype
+from worker.kernels.number_types import number_types
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache
 from worker.loading.decoder import LoadedModel, load_model
@@ -38,8 +39,15 @@ MIN_PAIRS = 5
 def load(path: Path) -> LoadedModel:
     flags = cpu_flags()
     kernels = select_kernels("auto", CPU, cpu_flags=flags)
-    dtype = choose_dtype("auto", CPU, cpu_flags=flags)
-    return load_model(path, dtype=dtype, device=CPU, kernels=kernels, weights="packed")
+    types = number_types(WorkerConfig(model=""), is_gpu=False, cpu_flags=flags)
+    return load_model(
+        path,
+        dtype=getattr(torch, types.dtype),
+        device=CPU,
+        kernels=kernels,
+        weights="packed",
+        rounds_floats=types.rounds_floats,
+    )
 
 
 def resident_bytes() -> int:

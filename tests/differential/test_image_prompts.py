@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from gateway.images.families import FAMILIES, GridPrompter
 from gateway.images.model_images import ModelImages
 from gateway.images.reader import ImageReader
 from gateway.images.source import ImageSource
@@ -23,6 +24,7 @@ from gateway.text.tokenizer import Tokenizer
 from protocol.wire.errors import InvalidRequest
 from tests.support.image_models import MODELS, picture
 from tests.support.templates import UnlimitedTemplates
+from worker.vision.support import IMAGE_TOKENS, WITH_GRID
 
 pytest.importorskip("transformers")
 
@@ -120,6 +122,11 @@ def test_ids_and_tensors_equal_those_of_transformers(
             inputs.setdefault(each.name, []).append(flat.reshape(each.shape))
     for input_name, arrays in inputs.items():
         _check_equal(input_name, arrays, np.asarray(reference[input_name]))
+
+
+def test_families_that_the_worker_encodes_have_prompts() -> None:
+    assert IMAGE_TOKENS.keys() <= FAMILIES.keys()
+    assert {kind for kind, make in FAMILIES.items() if make is GridPrompter} == WITH_GRID
 
 
 def _check_equal(name: str, arrays: Sequence[np.ndarray], reference: np.ndarray) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,69 @@ import numpy as np
 import pytest
 import torch
 
+from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import AttachedTensor, Attachment, attachment_digest
 from tests.support.checkpoints import VOCAB
 from tests.support.eager import some_tokens
 from tests.support.image_engine import ImageEngine, attached, reference
 from tests.support.wrapper_models import random_wrapper, write_wrapper
 from worker.device import device
+from worker.device.timing import StartupTiming
+from worker.startup.assembly import assemble
 
 ARCHITECTURES = {
     "SmolVLMForConditionalGeneration": "llama",
     "Idefics3ForConditionalGeneration": "llama",
     "LlavaOnevisionForConditionalGeneration": "qwen2",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
+"""Architecture -> `model_type` of its text part."""
+WHOLE_RUNS = {"Gemma3ForConditionalGeneration"}
+"""Architectures whose images are computed as a whole."""
+ALIKE = [
+    "Qwen2VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+]
+"""Those made of the parts of others, for which one test is enough."""
+HALF_TURNED = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+    }
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {
+        "whole": {"mm_tokens_per_image": 16, "vision_config": {"image_size": 56}},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 12,  # less than an image
+    },
+    "Qwen3_5ForConditionalGeneration": HALF_TURNED,
+    "Qwen3_5MoeForConditionalGeneration": HALF_TURNED,
+    # Heads that the compiled kernels support. Those of Qwen2-VL are computed by torch.
+    "Qwen2_5_VLForConditionalGeneration": {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [4, 6, 6],
+        },
+    },
+}
+"""Architecture -> keys of the config, as in `random_wrapper`."""
+GRIDS = [(4, 6), (8, 2), (2, 4), (6, 6), (2, 10)]
+"""Rows and columns of the patches of an image of Qwen's families, by its seed."""
+MAX_SLOTS = 4
 PLACEHOLDER = VOCAB - 1
 NUM_TOKENS = 5
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -31,9 +81,18 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 def image_inputs(architecture: str, seed: int) -> Arrays:
     """Return what the family's image processor would return for one image."""
+    if architecture.startswith("Qwen"):
+        rows, columns = GRIDS[seed % len(GRIDS)]
+        patch = 3 * 2 * 14 * 14
+        patches = np.random.default_rng(seed).normal(size=(rows * columns, patch))
+        grid = np.array([[1, rows, columns]], np.int64)
+        return {"pixel_values": patches.astype(np.float32), "image_grid_thw": grid}
     pixels = np.random.default_rng(seed).normal(size=(1, 3, 3, 28, 28)).astype(np.float32)
     if architecture.startswith("LlavaOnevision"):
         return {"pixel_values": pixels, "image_sizes": np.array([[28, 56]], np.int64)}
+    if architecture.startswith("Gemma3"):
+        square = np.random.default_rng(seed).normal(size=(1, 3, 56, 56)).astype(np.float32)
+        return {"pixel_values": square}
     if architecture.startswith("Mistral3"):
         wide = np.random.default_rng(seed).normal(size=(1, 3, 56, 84)).astype(np.float32)
         return {"pixel_values": wide, "image_sizes": np.array([[56, 84]], np.int64)}
@@ -50,7 +109,21 @@ class TinyVision:
     architecture: str
     model: Any
     directory: Path
-    num_rows: int
+    _num_rows: dict[int, int] = field(default_factory=dict)
+
+    def num_rows(self, seed: int) -> int:
+        """Return the number of rows that transformers' encoder makes of an image."""
+        if seed not in self._num_rows:
+            made = self.model.model.get_image_features(**self.inputs(seed)).pooler_output
+            self._num_rows[seed] = sum(part.numel() // part.shape[-1] for part in made)
+        return self._num_rows[seed]
+
+    def grid(self, seed: int) -> tuple[int, int, int] | None:
+        """Return the (frames, rows, columns) of an image, for families that need them."""
+        if not self.architecture.startswith("Qwen"):
+            return None
+        rows, columns = GRIDS[seed % len(GRIDS)]
+        return 1, rows // 2, columns // 2
 
     def inputs(self, *seeds: int) -> dict[str, torch.Tensor]:
         """Return the inputs of transformers' model for images with these seeds."""
@@ -61,21 +134,33 @@ class TinyVision:
             for name in each[0]
         }
 
+    @property
+    def is_whole(self) -> bool:
+        return self.architecture in WHOLE_RUNS
+
+    @property
+    def types(self) -> str:
+        """The argument of transformers' model that says which tokens are those of an image; "": it
+        needs none."""
+        if self.is_whole:
+            return "token_type_ids"
+        return "" if self.grid(0) is None else "mm_token_type_ids"
+
+    def budget(self, number: int) -> int:
+        """Return a token budget, the smallest of all for number 4."""
+        return number + self.num_rows(0) + MAX_SLOTS - 1 - 4 if self.is_whole else number
+
     def tensors(self, seed: int) -> list[AttachedTensor]:
         return attached(image_inputs(self.architecture, seed))
 
 
 @lru_cache
 def family(architecture: str, directory: Path) -> TinyVision:
-    model = random_wrapper(architecture, ARCHITECTURES[architecture])
+    changes = CHANGES.get(architecture, {})
+    model = random_wrapper(architecture, ARCHITECTURES[architecture], **changes)
     if hasattr(model.config, "image_grid_pinpoints"):
         model.config.image_grid_pinpoints = [[28, 56], [56, 28]]
-    made = model.model.get_image_features(
-        **{name: torch.from_numpy(array) for name, array in image_inputs(architecture, 0).items()}
-    )
-    rows = made.pooler_output
-    num_rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in rows)
-    return TinyVision(architecture, model, write_wrapper(directory, model), num_rows)
+    return TinyVision(architecture, model, write_wrapper(directory, model))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +169,7 @@ def one_process_assembles_several_workers(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(device, "set_threads", lambda threads: None)
 
 
-@pytest.fixture(params=ARCHITECTURES, scope="module")
+@pytest.fixture(params=[name for name in ARCHITECTURES if name not in ALIKE], scope="module")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
     return family(request.param, tmp_path_factory.getbasetemp() / request.param)
 
@@ -93,18 +178,22 @@ def text(count: int, seed: int) -> list[int]:
     return [token for token in some_tokens(count, seed) if token != PLACEHOLDER]
 
 
-def prompt_with(tiny: TinyVision, *lengths: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return a prompt with an image between each two texts of these lengths, and its runs."""
+def prompt_with(
+    tiny: TinyVision, *lengths: int, first: int = 0
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return a prompt with an image between each two texts of these lengths, and its runs. `first`
+    is the seed of the first image."""
     prompt, runs = text(lengths[0], 1), []
     for number, length in enumerate(lengths[1:]):
-        runs.append((len(prompt), tiny.num_rows))
-        prompt += [PLACEHOLDER] * tiny.num_rows + text(length, 2 + number)
+        num_rows = tiny.num_rows(first + number)
+        runs.append((len(prompt), num_rows))
+        prompt += [PLACEHOLDER] * num_rows + text(length, 2 + number)
     return prompt, runs
 
 
 def attach(engine: ImageEngine, tiny: TinyVision, runs: Any, seeds: Any) -> list[Attachment]:
     pairs = zip(runs, seeds, strict=True)
-    return [engine.attach(tiny.tensors(seed), run) for run, seed in pairs]
+    return [engine.attach(tiny.tensors(seed), run, grid=tiny.grid(seed)) for run, seed in pairs]
 
 
 def check(found: list[tuple[int, float]], expected: list[tuple[int, float]]) -> None:
@@ -115,7 +204,13 @@ def check(found: list[tuple[int, float]], expected: list[tuple[int, float]]) -> 
 
 LENGTHS = [(0, 6), (5, 6), (5, 4, 6), (5, 1, 0, 3)]
 """Lengths of the texts around the images: an image first, between texts, several, and beside each
-other."""
+other. A text is between any two images of families whose classes take adjacent ones for one."""
+
+
+def lengths_of(tiny: TinyVision) -> list[tuple[int, ...]]:
+    if not tiny.types:
+        return LENGTHS
+    return [*LENGTHS[:3], (5, 1, 1, 3), (4, 0)]
 
 
 def ask(
@@ -126,7 +221,7 @@ def ask(
     num_tokens: int = NUM_TOKENS,
 ) -> int:
     """Add a request with images whose seeds are `first` and those after it."""
-    prompt, runs = prompt_with(tiny, *lengths)
+    prompt, runs = prompt_with(tiny, *lengths, first=first)
     images = attach(engine, tiny, runs, range(first, first + len(runs)))
     return engine.add(prompt, images, max_tokens=num_tokens, logprobs=0)
 
@@ -135,25 +230,46 @@ def answer_of(
     tiny: TinyVision, *lengths: int, first: int = 0, num_tokens: int = NUM_TOKENS
 ) -> list[tuple[int, float]]:
     """Return the answer of transformers' model."""
-    prompt, runs = prompt_with(tiny, *lengths)
+    prompt, runs = prompt_with(tiny, *lengths, first=first)
     inputs = tiny.inputs(*range(first, first + len(runs)))
-    return reference(tiny.model, prompt, num_tokens, **inputs)
+    return reference(tiny.model, prompt, num_tokens, tiny.types, **inputs)
 
 
 @pytest.mark.parametrize("budget", [4, 5, 6, 7, 512])
 def test_an_answer_is_that_of_transformers_wherever_chunks_end(
     tiny: TinyVision, budget: int
 ) -> None:
-    """With these budgets, a chunk ends at each position of an image."""
-    engine = ImageEngine(tiny.directory, token_budget=budget)
-    for lengths in LENGTHS if budget == 512 else LENGTHS[2:3]:
+    """With these budgets, a chunk ends at each position of an image if it may."""
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(budget))
+    for lengths in lengths_of(tiny) if budget == 512 else LENGTHS[2:3]:
         number = ask(engine, tiny, *lengths)
         engine.run()
         check(engine.logprobs(number), answer_of(tiny, *lengths))
 
 
+@pytest.mark.parametrize("architecture", ALIKE)
+def test_a_family_of_known_parts_gives_the_answers_of_transformers(
+    architecture: str, tmp_path: Path
+) -> None:
+    alike = family(architecture, tmp_path)
+    engine = ImageEngine(alike.directory, token_budget=7)
+    numbers = [ask(engine, alike, *LENGTHS[2], first=first) for first in (0, 2)]
+    engine.run()
+    for number, first in zip(numbers, (0, 2), strict=True):
+        check(engine.logprobs(number), answer_of(alike, *LENGTHS[2], first=first))
+
+
+def test_torch_gives_the_answers_of_the_compiled_kernels(tmp_path: Path) -> None:
+    """This family adds to the hidden states after its first layers, too."""
+    qwen = family("Qwen3VLForConditionalGeneration", tmp_path)
+    engine = ImageEngine(qwen.directory, token_budget=7, kernels="torch")
+    number = ask(engine, qwen, *LENGTHS[2])
+    engine.run()
+    check(engine.logprobs(number), answer_of(qwen, *LENGTHS[2]))
+
+
 def test_texts_and_images_are_computed_in_one_batch(tiny: TinyVision) -> None:
-    engine = ImageEngine(tiny.directory, token_budget=11)
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(11))
     words = text(20, 9)
     asked = [ask(engine, tiny, *LENGTHS[2]), ask(engine, tiny, *LENGTHS[1], first=7)]
     plain = engine.add(words, [], max_tokens=NUM_TOKENS, logprobs=0)
@@ -164,7 +280,7 @@ def test_texts_and_images_are_computed_in_one_batch(tiny: TinyVision) -> None:
 
 
 def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: TinyVision) -> None:
-    engine = ImageEngine(tiny.directory, token_budget=9)
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(9))
     fresh = ask(engine, tiny, *LENGTHS[2])
     engine.run()
     cached = [ask(engine, tiny, *LENGTHS[2]) for _ in range(2)]
@@ -183,14 +299,44 @@ def test_an_answer_has_the_same_bits_fresh_cached_and_in_a_batch(tiny: TinyVisio
 
 def test_a_preempted_request_continues_its_answer(tiny: TinyVision) -> None:
     """There are blocks for the prompts of two requests, but not for their answers."""
-    num_blocks = -(-len(prompt_with(tiny, *LENGTHS[2])[0]) // 8)
-    engine = ImageEngine(tiny.directory, kv_blocks=1 + 2 * num_blocks, max_len=8 * num_blocks + 8)
+    prompts = [prompt_with(tiny, *LENGTHS[2], first=3 * each)[0] for each in range(3)]
+    num_blocks = -(-max(map(len, prompts)) // 8)
+    # With a window, there are two blocks in a column.
+    room = 20 if tiny.is_whole else 2 * num_blocks
+    engine = ImageEngine(tiny.directory, kv_blocks=1 + room, max_len=8 * num_blocks + 8)
     numbers = [ask(engine, tiny, *LENGTHS[2], first=3 * each, num_tokens=9) for each in range(3)]
     engine.run()
     assert engine.engine.stats().num_preemptions
     for each, number in enumerate(numbers):
         expected = answer_of(tiny, *LENGTHS[2], first=3 * each, num_tokens=9)
         check(engine.logprobs(number), expected)
+
+
+def test_drafts_change_no_answer(tiny: TinyVision) -> None:
+    """The prompt contains every token, so each token of the answer is followed by drafts."""
+    engine = ImageEngine(
+        tiny.directory, engine={"speculation": "ngram", "ngram_min": 1}, max_len=512
+    )
+    prompt, runs = prompt_with(tiny, 5, 4, 0)
+    prompt += range(PLACEHOLDER)
+    images = attach(engine, tiny, runs, range(2))
+    number = engine.add(prompt, images, max_tokens=NUM_TOKENS, logprobs=0)
+    engine.run()
+    assert engine.engine.stats().num_draft_tokens
+    expected = reference(tiny.model, prompt, NUM_TOKENS, tiny.types, **tiny.inputs(0, 1))
+    check(engine.logprobs(number), expected)
+
+
+@pytest.mark.parametrize("architecture", WHOLE_RUNS)
+def test_torch_computes_images_as_a_whole(
+    architecture: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tiny = family(architecture, tmp_path_factory.getbasetemp() / architecture)
+    engine = ImageEngine(tiny.directory, token_budget=tiny.budget(6), kernels="torch")
+    asked = [ask(engine, tiny, *LENGTHS[2]), ask(engine, tiny, *LENGTHS[1], first=7)]
+    engine.run()
+    check(engine.logprobs(asked[0]), answer_of(tiny, *LENGTHS[2]))
+    check(engine.logprobs(asked[1]), answer_of(tiny, *LENGTHS[1], first=7))
 
 
 def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> None:
@@ -202,25 +348,67 @@ def test_equal_tokens_with_other_images_share_no_answer(tiny: TinyVision) -> Non
 
 
 def test_a_chat_encodes_each_of_its_images_once(tiny: TinyVision) -> None:
-    """Ten turns with three images recompute less than a block for each turn."""
+    """Ten turns with three images recompute less than a block for each turn, and an image that
+    ends in it if that is computed as a whole."""
     engine = ImageEngine(tiny.directory)
     history: list[int] = []
     images: list[Attachment] = []
     before = 0
     for turn in range(10):
         if turn in (0, 3, 6):
-            image = engine.attach(tiny.tensors(turn), (len(history), tiny.num_rows))
-            images.append(image)
-            history += [PLACEHOLDER] * tiny.num_rows
+            images += attach(engine, tiny, [(len(history), tiny.num_rows(turn))], [turn])
+            history += [PLACEHOLDER] * tiny.num_rows(turn)
         history += text(4, turn)
         number = engine.add(history, images, max_tokens=2)
         engine.run()
         usage = engine.outputs[number][-1].usage
         assert usage is not None
-        assert usage.cached_tokens > before - 8
+        assert usage.cached_tokens > before - 8 - tiny.is_whole * (tiny.num_rows(0) + 8)
         before = len(history)
         history += engine.tokens(number)
     assert engine.num_encoded == engine.engine.images.num_encoded == 3
+
+
+def test_images_are_refused_without_the_sections_of_their_axes(tmp_path: Path) -> None:
+    model = random_wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text")
+    assert "mrope_section" not in model.config.text_config.rope_parameters
+    config = WorkerConfig(model=str(write_wrapper(tmp_path, model)), kv_blocks=9)
+    assembled = assemble(config, StartupTiming())
+    assert assembled.tower is None
+    assert assembled.ready.model.images is not None
+    assert "no mrope_section" in assembled.ready.model.images.reason
+
+
+@pytest.fixture(scope="module")
+def smol(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
+    name = "SmolVLMForConditionalGeneration"
+    return family(name, tmp_path_factory.getbasetemp() / name)
+
+
+def test_the_choices_of_a_prompt_share_the_rows_of_its_image(smol: TinyVision) -> None:
+    engine = ImageEngine(smol.directory)
+    numbers = [ask(engine, smol, 5, 6) for _ in range(2)]
+    engine.run()
+    for number in numbers:
+        check(engine.logprobs(number), answer_of(smol, 5, 6))
+    assert engine.num_encoded == 1
+
+
+def test_drafts_do_not_change_an_answer_about_an_image(smol: TinyVision) -> None:
+    """Few tokens are allowed, so that drafts are often right."""
+    few = {"logit_bias": dict.fromkeys((3, 4), 50.0), "max_tokens": 40, "logprobs": 0}
+    prompt, runs = prompt_with(smol, 5, 6)
+    answers = []
+    for options in ({}, {"speculation": "ngram", "ngram_min": 1}):
+        engine = ImageEngine(smol.directory, engine=options)
+        number = engine.add(prompt, attach(engine, smol, runs, [0]), **few)
+        engine.run()
+        answers.append(engine.logprobs(number))
+    check(answers[1], answers[0])
+    assert len({token for token, _ in answers[0]}) == 2
+    usage = engine.outputs[number][-1].usage
+    assert usage is not None
+    assert 0 < usage.accepted_tokens < usage.draft_tokens
 
 
 def test_an_image_that_does_not_fit_the_encoder_ends_its_request(tiny: TinyVision) -> None:

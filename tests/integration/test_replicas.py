@@ -3,6 +3,7 @@ of a replica that refuses them, drains or is lost."""
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,12 @@ import requests
 from gateway.fleet.engine_fleet import MAX_LOSSES
 from protocol.engine.adapters import AdapterInfo
 from protocol.engine.messages import AbortByLabel, Generate
+from protocol.engine.model_card import ModelCard
 from protocol.engine.stats import EngineStats
 from protocol.wire.errors import ErrorInfo, Overloaded
 from tests.support.gateway_process import GatewayProcess
 from tests.support.http import connect, metric_of, send_post
+from tests.support.image_models import SMOLVLM, picture
 from tests.support.scripted_engine import (
     BLOCK_TOKENS,
     Reply,
@@ -56,9 +59,14 @@ def stuck_after(count: int) -> Any:
 class Replicas:
     """Replicas and their gateway."""
 
-    def __init__(self, folder: Path, count: int = 2, **config: Any) -> None:
+    def __init__(
+        self, folder: Path, count: int = 2, *, card: ModelCard | None = None, **config: Any
+    ) -> None:
         self.file = folder / "engines"
-        self.engines = [ScriptedEngine(f"ipc://{folder}/{n}", continued) for n in range(count)]
+        fields = {} if card is None else {"card": card}
+        self.engines = [
+            ScriptedEngine(f"ipc://{folder}/{n}", continued, **fields) for n in range(count)
+        ]
         for engine in self.engines:
             engine.stats = EngineStats()
         self.write_list(self.engines)
@@ -245,6 +253,28 @@ def test_a_stream_continues_on_another_replica_from_its_tokens(two: Replicas) ->
     usage = asked.response.json()["usage"]
     assert usage["completion_tokens"] == len(TEXT) + 1
     assert two.metric('tidegate_moved_requests_total{cause="continued"}') == 1
+
+
+def test_another_replica_gets_the_images_of_a_request(tmp_path: Path) -> None:
+    card = SMOLVLM.card(name="tiny", context_tokens=512)
+    url = f"data:image/png;base64,{base64.b64encode(picture(60, 40)).decode()}"
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
+    replicas = Replicas(tmp_path, card=card, tried_tokenizer="")
+    for engine in replicas.engines:
+        engine.script = stuck_after(5)
+    body = {"messages": messages, "max_tokens": 100, "stream": True}
+    with started(replicas), connect(replicas.gateway.port) as client:
+        send_post(client, "/v1/chat/completions", body)
+        assert eventually(lambda: sum(replicas.counts()) == 1)
+        owner = replicas.engines[replicas.counts().index(1)]
+        (other,) = [engine for engine in replicas.engines if engine is not owner]
+        owner.await_steps(8)
+        owner.kill()
+        other.await_generates(1)
+    before, after = owner.generates[0], other.generates[0]
+    assert after.answer is not None
+    assert after.attachments == before.attachments != []
+    assert owner.attached == other.attached == [before.attachments[0].digest]
 
 
 def test_a_request_without_tokens_is_sent_again(two: Replicas) -> None:

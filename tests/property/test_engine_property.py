@@ -5,9 +5,11 @@ answer is right.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from protocol.engine.kv_window import KVGroups
 from protocol.engine.messages import Account
 from tests.support.engines import Bench
 from tests.support.examples import examples
@@ -136,6 +138,32 @@ def test_every_answer_is_about_the_images_of_its_own_prompt(seed: int) -> None:
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
     if seed % 2:
         assert stats.num_cached_tokens > 10
+
+
+WHOLE_SIZES: dict[int, dict[str, Any]] = {
+    1: {},
+    3: {"kv_groups": KVGroups(window=7, window_blocks=2), "block_tokens": 4, "num_blocks": 61},
+    5: {"token_budget": 9, "block_tokens": 1, "num_blocks": 65},
+    9: {"kv_window": 7, "block_tokens": 4, "num_blocks": 17},
+    105: {"block_tokens": 4, "num_blocks": 25},
+    307: {"token_budget": 16, "tiers": ["host"], "kv_load_tokens": 5},
+}
+"""Seed of the storm -> options of its engine."""
+
+
+@pytest.mark.parametrize("seed", WHOLE_SIZES)
+def test_no_step_and_no_cached_prefix_cuts_a_run_that_is_computed_as_a_whole(seed: int) -> None:
+    """The echo worker and the engine's invariants check each step."""
+    sizes = {"token_budget": 12, "max_slots": 4} | WHOLE_SIZES[seed]
+    storm = ImageStorm(seed, sees_whole_runs=True, **sizes)
+    for _ in range(WINDOW_OPERATIONS):
+        storm.operate()
+    storm.finish_all()
+    storm.check()
+    stats = storm.bench.engine.stats()
+    assert storm.bench.engine.images.num_encoded > 20
+    assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
+    assert stats.num_cached_tokens > 10
 
 
 @pytest.mark.parametrize("seed", [3, 9, 107])

@@ -1,6 +1,7 @@
 """The images of the echo worker (engines.py): it sees a number of its own for each row of an image.
 
-So a token that was sampled after the rows of another image is wrong.
+So a token that was sampled after the rows of another image is wrong. A row's number also depends
+on the length of its run, as its K/V does in models whose images are computed as a whole.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ FIRST_ROW = 1000
 """Least number of a row, more than any token."""
 
 
-def echo_images_card() -> ImageSupport:
-    return ImageSupport(model_type="echo", token_id=PLACEHOLDER)
+def echo_images_card(*, sees_whole_runs: bool = False) -> ImageSupport:
+    return ImageSupport(model_type="echo", token_id=PLACEHOLDER, sees_whole_runs=sees_whole_runs)
 
 
 def image_of(name: str, *runs: tuple[int, int]) -> Attachment:
@@ -29,18 +30,19 @@ def image_of(name: str, *runs: tuple[int, int]) -> Attachment:
     return Attachment(digest=digest, kind="image", runs=list(runs))
 
 
-def row_number(digest: str, row: int) -> int:
-    return FIRST_ROW + int.from_bytes(sha256(f"{digest} {row}".encode()).digest()[:3], "big")
+def row_number(digest: str, row: int, run: int) -> int:
+    name = f"{digest} {row} {run}"
+    return FIRST_ROW + int.from_bytes(sha256(name.encode()).digest()[:3], "big")
 
 
 def with_rows(tokens: Sequence[int], images: Iterable[Attachment]) -> list[int]:
     """Return the tokens with the rows of the images in their places."""
     seen = list(tokens)
     for image in images:
-        positions = [at for first, count in image.runs for at in range(first, first + count)]
-        for row, position in enumerate(positions):
+        places = [(at, count) for first, count in image.runs for at in range(first, first + count)]
+        for row, (position, run) in enumerate(places):
             if position < len(seen):
-                seen[position] = row_number(image.digest, row)
+                seen[position] = row_number(image.digest, row, run)
     return seen
 
 
@@ -52,6 +54,7 @@ class EchoImages:
     rows: dict[str, int] = field(default_factory=dict)
     slots: dict[int, list[Attachment]] = field(default_factory=dict)
     num_encoded: int = 0
+    sees_whole_runs: bool = False
 
     def apply(self, commands: Iterable[EncodeImage | DropImages], plan: object) -> None:
         """Receive commands and the plan after them."""
@@ -81,5 +84,10 @@ class EchoImages:
     def _check_row(self, images: Iterable[Attachment], start: int, end: int) -> None:
         """Check that a row of a step has the images of the positions that it computes."""
         for image in images:
-            if any(first < end and start < first + count for first, count in image.runs):
+            spans = [(first, first + count) for first, count in image.runs]
+            computed = [(low, high) for low, high in spans if low < end and start < high]
+            if computed:
                 assert self.rows.get(image.digest) == image.num_tokens, "an image is not encoded"
+            if self.sees_whole_runs:
+                cut = [(low, high) for low, high in computed if low < start or end < high]
+                assert not cut, f"a step computes {start} to {end} and cuts {cut}"

@@ -527,6 +527,7 @@ class Bench:
         adapters: Sequence[str] = (),
         max_adapters: int = 0,
         image_rows: int = 0,
+        sees_whole_runs: bool = False,
         checks: bool = True,
         draw_seed: Callable[[], int] = lambda: 0,
         **config: Any,
@@ -540,6 +541,7 @@ class Bench:
         adapters     names of the LoRA adapters that the worker has loaded
         max_adapters rows of its table; 0: it has no adapters
         image_rows   rows of images that it can keep; 0: it reads no images
+        sees_whole_runs   whether the rows of a run see each other
         checks       whether to check the engine's invariants
         config       further fields of EngineConfig
         """
@@ -577,7 +579,9 @@ class Bench:
         )
         self.engine = Engine(
             self.config,
-            a_card(images=echo_images_card() if image_rows else None),
+            a_card(
+                images=echo_images_card(sees_whole_runs=sees_whole_runs) if image_rows else None
+            ),
             self.limits,
             draft_cost=draft_cost,
             step_costs=step_costs,
@@ -589,6 +593,7 @@ class Bench:
         self.adapters = EchoAdapters([*adapters])
         uses_head = self.config.speculation == "mtp"
         self.worker = EchoWorker(self.limits, sample, guess or sample, uses_head)
+        self.worker.echo_images.sees_whole_runs = sees_whole_runs
         memory = self.worker.kv, block_tokens, self.worker.checkpoints
         self.mover = None if place is None else EchoMover(place, *memory)
         self.tiers = EchoTiers(tiers, *memory)

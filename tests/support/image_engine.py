@@ -43,10 +43,24 @@ def attached(tensors: dict[str, np.ndarray[Any, Any]]) -> list[AttachedTensor]:
 class ImageEngine:
     """Generates answers to prompts with images.
 
-    num_encoded   number of images that were encoded
+    options      of the worker
+    engine       further options of the engine
+    num_encoded  number of images that were encoded
     """
 
-    def __init__(self, model: Path, *, token_budget: int = 512, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        token_budget: int = 512,
+        engine: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Build the engine and its worker.
+
+        engine    options of the engine
+        options   those of the worker
+        """
         sizes = {"kv_blocks": 129, "max_len": 256} | options
         worker = WorkerConfig(
             model=str(model),
@@ -62,17 +76,22 @@ class ImageEngine:
         assert assembled.tower is not None
         self.runner, self.tower = assembled.runner, assembled.tower
         self.card = assembled.ready.model
-        config = EngineConfig(worker=worker, steps_in_flight=1)
+        config = EngineConfig(worker=worker, steps_in_flight=1, **(engine or {}))
         self.engine: Engine = build_engine(
             assembled.ready, config, epoch="e", key=None, journal=None
         )
         self.num_encoded = 0
         self.outputs: dict[int, list[Output]] = {}
 
-    def attach(self, tensors: list[AttachedTensor], *runs: tuple[int, int]) -> Attachment:
+    def attach(
+        self,
+        tensors: list[AttachedTensor],
+        *runs: tuple[int, int],
+        grid: tuple[int, int, int] | None = None,
+    ) -> Attachment:
         digest = attachment_digest(tensors)
         self.engine.attach(digest, tensors, attached_bytes(tensors))
-        return Attachment(digest=digest, kind="image", runs=list(runs))
+        return Attachment(digest=digest, kind="image", runs=list(runs), grid=grid)
 
     def add(self, prompt: Sequence[int], images: list[Attachment], **params: Any) -> int:
         number = len(self.outputs) + 1
@@ -124,14 +143,21 @@ class ImageEngine:
 
 
 def reference(
-    model: Any, prompt: Sequence[int], num_tokens: int, **tensors: torch.Tensor
+    model: Any, prompt: Sequence[int], num_tokens: int, types: str = "", /, **tensors: torch.Tensor
 ) -> list[tuple[int, float]]:
     """Return the likeliest tokens that transformers' model continues the prompt with, and their
-    logprobs."""
+    logprobs.
+
+    types   the argument of the model that says which tokens are those of an image; "": none
+    """
+    placeholder = model.config.image_token_id if types else -1
     ids, found = list(prompt), []
     with torch.inference_mode():
         for _ in range(num_tokens):
-            logits = model(input_ids=torch.tensor([ids]), **tensors).logits[0, -1]
+            inputs = torch.tensor([ids])
+            if types:
+                tensors[types] = (inputs == placeholder).long()
+            logits = model(input_ids=inputs, **tensors).logits[0, -1]
             logprobs = logits.float().log_softmax(-1)
             found.append((int(logprobs.argmax()), float(logprobs.max())))
             ids.append(found[-1][0])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from io import BytesIO
 from types import SimpleNamespace
@@ -191,6 +191,11 @@ QWEN2_5_VL = ImageModel(
     {"video_token": "<|video_pad|>"},
     _QWEN_TOKENS,
 )
+QWEN2_VL = replace(
+    QWEN2_5_VL,
+    model_type="qwen2_vl",
+    processor="qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
+)
 QWEN3_VL = ImageModel(
     "qwen3_vl",
     "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
@@ -242,6 +247,7 @@ MODELS = {
     "idefics3": IDEFICS3,
     "llava_onevision": LLAVA_ONEVISION,
     "mistral3": MISTRAL3,
+    "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
     "gemma3": GEMMA3,

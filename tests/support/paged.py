@@ -109,11 +109,31 @@ class PagedCase:
         """Return sinks [H], some of which outweigh all keys together."""
         return torch.randn(self.heads, generator=torch.Generator().manual_seed(5)) * 4
 
+    def seen_ends(self, run: int) -> Tensor:
+        """Return the `seen_ends` of a step that has a run of up to `run` tokens in every 2 * `run`
+        tokens of each row. A run's tokens see each other."""
+        ends = []
+        for row in self.rows:
+            for token in range(row.count):
+                place = token % (2 * run)
+                last = token if place >= run else min(token - place + run, row.count) - 1
+                ends.append(row.computed + last + 1)
+        return torch.tensor(ends)
+
     def attend(
-        self, attention: Attention, padding: int = 0, window: int | None = None, **scoring: Any
+        self,
+        attention: Attention,
+        padding: int = 0,
+        window: int | None = None,
+        run: int = 0,
+        **scoring: Any,
     ) -> Tensor:
-        """Return the attention of all rows. `scoring` are options of `Attention.run`."""
-        plan = attention.plan(self.batch(padding), window)
+        """Return the attention of all rows. `scoring` are options of `Attention.run`, and `run` is
+        the argument of `seen_ends`; 0: no token sees later ones."""
+        batch = self.batch(padding)
+        if run:
+            batch = batch.with_seen_ends(self.seen_ends(run))
+        plan = attention.plan(batch, window)
         return attention.run(self.queries(), *self.cache().layer(0), plan, **scoring)
 
 

@@ -37,10 +37,10 @@ from tests.support.replica_transfers import ReplicaTransfers
 from tests.support.tiny_model import new_slots
 from worker.attention.select import select_attention
 from worker.device.cpuinfo import cpu_flags
-from worker.device.device import choose_dtype
 from worker.draft.base import TokenProposer
 from worker.draft.head import HeadDrafter
 from worker.draft.model import DraftModel
+from worker.kernels.number_types import number_types
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache, PagedCache, cache_bytes, make_cache
 from worker.kv.checkpoint_memory import CheckpointMemory
@@ -377,13 +377,20 @@ class Replica:
 
 @contextmanager
 def replica_as_served(*, max_slots: int = 16) -> Iterator[Replica]:
-    """Yield a replica of the default model with the dtype and kernels that a server would choose.
-    It uses one thread, because two would wait for each other on a busy machine."""
+    """Yield a replica of the default model with the number types and kernels that a server would
+    choose. It uses one thread, because two would wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     cpu, flags = torch.device("cpu"), cpu_flags()
     kernels = select_kernels("auto", cpu, cpu_flags=flags)
-    loaded = load(smollm2_gguf(), choose_dtype("auto", cpu, cpu_flags=flags), kernels=kernels)
+    dtype, kv_dtype, rounds, _ = number_types(WorkerConfig(model=""), is_gpu=False, cpu_flags=flags)
+    loaded = load(
+        smollm2_gguf(),
+        getattr(torch, dtype),
+        kernels=kernels,
+        kv_dtype=kv_dtype,
+        rounds_floats=rounds,
+    )
     try:
         yield Replica(loaded, max_slots=max_slots)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,24 +41,29 @@ OTHER_PARTS: dict[str, Any] = {
     "fullatt_block_indexes": [0],
 }
 """Sizes of the part for images or sound. Each config takes the keys that it has."""
+OWN_PARTS: dict[str, Any] = {"qwen2_vl": {"hidden_size": SIZES["hidden_size"]}}
+"""Sizes of the part of one `model_type`. That of Qwen2-VL calls its width `embed_dim`, and what it
+makes `hidden_size`."""
 CLASSES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
 """Architecture in published configs -> the class of transformers."""
 M_ROPE_SECTIONS = {"qwen2": [4, 2, 2], "qwen3": [8, 4, 4], "qwen3_moe": [8, 4, 4]}
 
 
-def random_wrapper(architecture: str, kind: str, **changes: Any) -> Any:
+def random_wrapper(
+    architecture: str, kind: str, *, whole: Mapping[str, Any] | None = None, **changes: Any
+) -> Any:
     """Return a tiny random model of this architecture whose text part has the `model_type` `kind`.
 
+    whole     keys of the config; those of its parts are merged
     changes   keys of the text part's config
     """
-    by_architecture = {
-        name: model_type
-        for names in (
-            auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-            auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        )
-        for model_type, name in names.items()
-    }
+    by_architecture: dict[str, str] = {}
+    for names in (
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ):
+        for model_type, name in names.items():  # the first one; others share its class
+            by_architecture.setdefault(name, model_type)
     class_name = CLASSES.get(architecture, architecture)
     config_class = CONFIG_MAPPING[by_architecture[class_name]]
     parts = {
@@ -73,6 +79,8 @@ def random_wrapper(architecture: str, kind: str, **changes: Any) -> Any:
             "rope_theta": 1e4,
             "mrope_section": M_ROPE_SECTIONS[decoder],
         }
+    for name, value in (whole or {}).items():
+        parts[name] = {**parts[name], **value} if isinstance(value, Mapping) else value
     config = config_class(text_config={**text, **changes}, **parts)
     for name, value in vars(config).items():
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
@@ -117,4 +125,5 @@ def _other_part(config: Any) -> dict[str, Any]:
     """Return small sizes for the config of a part for images or sound."""
     keys = config.to_dict()
     sizes = {name: size for name, size in OTHER_PARTS.items() if name in keys}
-    return {**sizes, "model_type": keys.get("model_type")}
+    kind = keys.get("model_type")
+    return {**sizes, **OWN_PARTS.get(str(kind).removesuffix("_vision"), {}), "model_type": kind}

@@ -19,10 +19,11 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 import requests
@@ -145,7 +146,12 @@ class UnreadAnswers:
             time.sleep(1)
 
 
-Attack = AttackBody | EveryRoute | RawBytes | UnreadAnswers
+class Attack(Protocol):
+    def send(self, port: int, address: str) -> None:
+        """Attack the gateway at a port, or its engine. Raises AssertionError if a response is
+        wrong."""
+
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 ATTACKS: dict[str, Attack] = {
     "token ids": AttackBody(GENERATE, b'{"sampling_params":{},"token_ids":[', b"1,", b"1]}"),
@@ -255,10 +261,16 @@ COLUMNS = {
 
 
 class AttackTarget(Server):
-    """A server with a tiny model, which `strike` attacks while other clients stream answers."""
+    """A server with a tiny model, which `strike` attacks while other clients stream answers.
 
-    def __init__(self, model: Path) -> None:
-        super().__init__("--max-slots", "8", "--token-budget", "64", model=str(model))
+    module   the program that sends the attacks
+    options  further options of the server
+    """
+
+    def __init__(self, model: Path, *options: str, module: str = MODULE) -> None:
+        self._module = module
+        sizes = "--max-slots", "8", "--token-budget", "64"
+        super().__init__(*sizes, *options, model=str(model))
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -281,7 +293,7 @@ class AttackTarget(Server):
         reset_peak(gateway)
         before = rss_mib(gateway)
         with witnesses as witnessed:
-            attacker = run_attacker(MODULE, *options, *server)
+            attacker = run_attacker(self._module, *options, *server)
             held = peak_mib(gateway) - before
         return AttackResult(
             name, attacker.failure, witnessed, held, HELD_MIB + at_once * REQUEST_MIB
@@ -291,17 +303,24 @@ class AttackTarget(Server):
         return {name: rss_mib(pid) for name, pid in self._pids.items()}
 
 
-def send(name: str, at_once: int, port: int, address: str) -> None:
+def send(attack: Attack, at_once: int, port: int, address: str) -> None:
     """Run an attack `at_once` times in parallel. Raises AssertionError if a response is wrong."""
     with ThreadPoolExecutor(at_once) as pool:
-        for each in [pool.submit(ATTACKS[name].send, port, address) for _ in range(at_once)]:
+        for each in [pool.submit(attack.send, port, address) for _ in range(at_once)]:
             each.result()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+def run(
+    description: str, attacks: Mapping[str, Attack], make_target: Callable[[Path], AttackTarget]
+) -> int:
+    """Run the attacks that the command line names. Return the exit code.
+
+    attacks      the first one is also sent once before the others, so that pools are filled
+    make_target  returns the server to attack, whose model is written to the folder
+    """
+    parser = argparse.ArgumentParser(description=description.split("\n\n", maxsplit=1)[0])
     parser.add_argument(
-        "--attack", choices=ATTACKS, action="append", help="attack to run (default: all)"
+        "--attack", choices=attacks, action="append", help="attack to run (default: all)"
     )
     parser.add_argument(
         "--at-once", type=int, default=16, help="number of attacks at the same time"
@@ -311,16 +330,13 @@ def main() -> int:
     parser.add_argument("--address", default="", help="address of the server's engine")
     options = parser.parse_args()
     if options.port:
-        send(options.attack[0], options.at_once, options.port, options.address)
+        send(attacks[options.attack[0]], options.at_once, options.port, options.address)
         return 0
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        AttackTarget(write_roomy_llama(Path(folder))) as target,
-    ):
-        target.strike("token ids", 1)  # pools are filled once
-        rows = (target.strike(name, options.at_once) for name in options.attack or ATTACKS)
+    with tempfile.TemporaryDirectory() as folder, make_target(Path(folder)) as target:
+        target.strike(next(iter(attacks)), 1)
+        rows = (target.strike(name, options.at_once) for name in options.attack or attacks)
         return print_table(COLUMNS, rows, options.slack)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, ATTACKS, lambda folder: AttackTarget(write_roomy_llama(folder))))

@@ -131,6 +131,6 @@ class TortureClient:
             for line in response.iter_lines():
                 self._num_events += 1
                 is_done = is_done or line == b"data: [DONE]"
-                if b'"error"' in line:
+                if line.startswith(b'data: {"error"'):
                     end = f"error: {json.loads(line.removeprefix(b'data: '))['error']['message']}"
         return end if is_done else f"broken: no [DONE] ({end})"

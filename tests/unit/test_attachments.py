@@ -1,4 +1,4 @@
-"""Attachments: their digest, and which positions are refused."""
+"""Attachments: their digest, which positions are refused, and which blocks they share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 
-from protocol.engine.attachments import AttachedTensor, Attachment, attachment_digest
+from engine_core.admission.check_generate import check_images
+from engine_core.blocks.hash import extend_hashes
+from protocol.engine.attachments import (
+    AttachedTensor,
+    Attachment,
+    ImageSupport,
+    attachment_digest,
+)
+from protocol.engine.limits import Limits
 from protocol.engine.messages import Generate
 from protocol.wire.arrays import Int32, UInt8
+from protocol.wire.errors import InvalidRequest
+from tests.support.tokenizers import card_of, smollm2_tokenizer_json
 
 DIGEST = "0f" * 32
 
@@ -45,6 +55,7 @@ def test_the_digest_covers_names_shapes_and_items() -> None:
         ([(3, 2), (4, 1)], None, "overlap at position 4"),
         ([(5, 1), (1, 1)], None, "overlap at position 1"),
         ([(0, 4)], (1, 2, 3), "does not have 4 positions"),
+        ([(0, 2), (3, 4)], (1, 2, 3), "only one run"),
     ],
 )
 def test_runs_without_an_order_are_refused(runs: Any, grid: Any, problem: str) -> None:
@@ -66,5 +77,41 @@ def test_attachments_outside_the_prompt_or_out_of_order_are_refused(attached: An
 
 
 def test_an_attachment_counts_the_positions_of_its_runs() -> None:
-    image = attachment((2, 3), (7, 1), grid=(1, 2, 2))
+    image = attachment((2, 3), (7, 1))
     assert (image.num_tokens, image.first, image.end) == (4, 2, 8)
+
+
+def test_a_block_with_another_grid_is_not_shared() -> None:
+    """Its keys have other rotary positions."""
+    grids = [None, (1, 2, 4), (1, 4, 2)]
+    found: list[bytes] = []
+    for grid in grids:
+        hashes: list[bytes] = []
+        images = [attachment((0, 8), grid=grid)]
+        extend_hashes(hashes, b"root", array("i", [7] * 8), 8, 1, images)
+        found += hashes
+    assert len(set(found)) == len(grids)
+
+
+def test_a_model_with_positions_of_several_axes_needs_a_grid() -> None:
+    support = ImageSupport(model_type="qwen3_vl", token_id=7, needs_grid=True)
+    model = card_of(smollm2_tokenizer_json(), images=support)
+    limits = Limits(
+        max_len=9,
+        max_slots=1,
+        token_budget=9,
+        block_tokens=8,
+        num_blocks=9,
+        prefix_cache=True,
+        image_rows=9,
+    )
+
+    def check(grid: tuple[int, int, int] | None) -> None:
+        image = attachment((0, 4), grid=grid)
+        message = Generate(request=1, prompt=Int32.of([7] * 5), attachments=[image])
+        check_images(message, [7] * 5, model, limits)
+
+    check((1, 2, 2))
+    with pytest.raises(InvalidRequest, match="needs the rows and columns of each image") as caught:
+        check(None)
+    assert caught.value.param == "attachments[0].grid"

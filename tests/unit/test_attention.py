@@ -57,6 +57,7 @@ def scorings(draw: st.DrawFn, case: st.SearchStrategy[PagedCase]) -> tuple[Paged
         "scale": draw(st.sampled_from([None, 0.3])),
         "soft_cap": draw(st.sampled_from([None, None, 2.0])),
         "sinks": drawn.sinks() if draw(st.booleans()) else None,
+        "run": draw(st.sampled_from([0, 0, 1, 3, 40, 90])),
     }
 
 
@@ -283,6 +284,29 @@ def test_compiled_attention_gives_a_position_the_same_bits_in_any_chunk(
             ours = attention.run(queries[start : start + count], *cache, plan, **scoring)
             assert torch.equal(ours, whole[start : start + count]), (count, start)
             start += count
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("before", [0, 460])
+@pytest.mark.parametrize("window", [None, 33])
+def test_compiled_attention_gives_a_run_that_is_seen_whole_the_same_bits_in_any_chunk(
+    name: str, before: int, window: int | None
+) -> None:
+    """Chunks end before or after the runs [0, 40) and [80, 120)."""
+    case = paged_case((before, 140), zeroed=True)
+    attention, queries, ends = native(name, case), case.queries(), case.seen_ends(40)
+    cache, row = case.cache().layer(0), case.rows[0]
+    whole = case.attend(attention, window=window, run=40)
+    assert not torch.equal(whole[:40], case.attend(attention, window=window)[:40])
+    for chunks in ((40, 40, 40, 20), (63, 17, 60), (40, 1, 39, 50, 10)):
+        start = 0
+        for count in chunks:
+            end = start + count
+            chunk = replace(row, computed=before + start, count=count)
+            batch = attention_batch([chunk], case.block_tokens).with_seen_ends(ends[start:end])
+            ours = attention.run(queries[start:end], *cache, attention.plan(batch, window))
+            assert torch.equal(ours, whole[start:end]), (count, start)
+            start = end
 
 
 def test_compiled_attention_accepts_queries_that_are_part_of_wider_rows() -> None:

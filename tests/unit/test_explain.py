@@ -45,6 +45,11 @@ DECODE = a_span("decode", 0.0, 4.1)
 
 CASES: list[tuple[str, str, EngineTimeline]] = [
     (
+        "for an image",
+        "waited 1.2 s for the encoding of 1 image (64 tokens)",
+        a_timeline(a_span("encoding", 0.0, 1.2), images=1, image_tokens=64),
+    ),
+    (
         "behind the prompt of another account",
         "waited 1.2 s behind a 7,900-token prompt of account alice",
         a_timeline(

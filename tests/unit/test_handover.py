@@ -18,6 +18,7 @@ from protocol.worker.kv import (
     KVReport,
     KVWithdraw,
 )
+from tests.support.echo_images import PLACEHOLDER, image_of
 from tests.support.engines import Bench, answer, repetitive_token
 from tests.support.grammars import text_of
 from tests.support.handover import ClusterMember, KVNetwork
@@ -52,6 +53,29 @@ def test_a_prompt_is_computed_once_and_its_answer_is_that_of_one_engine() -> Non
     assert (stats.num_fetched_tokens, stats.num_fetched_bytes) == (29, 800)
     assert pair.p.engine.stats().num_leases_ended == {"taken": 1}
     assert pair.is_free()
+
+
+@pytest.mark.parametrize("fault", ["", "lost"])
+def test_a_decode_engine_encodes_images_only_if_it_computes_the_prompt(fault: str) -> None:
+    prompt = [1, 2, 3, *[PLACEHOLDER] * 6, *range(10, 25)]
+    image, other = image_of("a", (3, 6)), image_of("b", (3, 6))
+    alone = Bench(image_rows=64)
+    alone.attach(image)
+    expected = alone.add(prompt, attachments=[image], max_tokens=9)
+    alone.run()
+    pair = HandoffPair({"image_rows": 64}, {"image_rows": 64})
+    pair.p.attach(image)
+    pair.d.attach(image, other)
+    handle = pair.prefill(prompt, attachments=[image])
+    number = pair.decode(handle, prompt, attachments=[image], max_tokens=9)
+    pair.move(fault)
+    pair.run()
+    assert pair.d.tokens(number) == alone.tokens(expected)
+    images = [bench.engine.images.num_encoded for bench in (pair.p, pair.d)]
+    assert images == [1, 1 if fault else 0]
+    refusal = pair.d.refusal(prompt, kv_handle=handle, attachments=[other])
+    assert "belongs to another prompt" in refusal.error.message
+    assert fault or pair.is_free()
 
 
 @pytest.mark.parametrize(

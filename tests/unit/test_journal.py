@@ -29,8 +29,9 @@ from engine_core.journal.records import (
 )
 from engine_core.journal.replay import NoJournal, ReplayDiffers, replay
 from engine_core.journal.weights import StepComparison
+from protocol.engine.attachments import AttachedTensor
 from protocol.engine.grammar import ChoiceGrammar, Regex
-from protocol.wire.arrays import Float32, Int32
+from protocol.wire.arrays import Float32, Int32, UInt8
 from protocol.wire.errors import WireError
 from protocol.worker.steps import (
     AdapterLoad,
@@ -462,6 +463,26 @@ def test_a_journal_is_private_and_the_oldest_files_are_deleted(
     assert (directory / "notes").exists()
 
 
+def test_a_journal_has_no_byte_of_an_image(journals: Journals) -> None:
+    pixels = b"the pixels of an image"
+    tensor = AttachedTensor(
+        name="pixel_values", dtype="bool", shape=[len(pixels)], data=UInt8(pixels)
+    )
+    bench = Bench(image_rows=64)
+    path = journals.record(bench, 1 << 14)
+    for number in range(100):  # several files, each with a snapshot
+        bench.engine.attach(f"{number % 10:064x}", [tensor], len(pixels))
+        bench.engine.tick(float(number))
+        bench.add([5, 6], max_tokens=8, ignore_eos=True)
+        bench.run()
+    journals.close()
+    files = [*path.parent.glob("*.journal")]
+    assert len(files) > 1
+    data = b"".join(file.read_bytes() for file in files)
+    assert f"{9:064x}".encode() in data
+    assert pixels not in data
+
+
 @pytest.mark.parametrize("data", [b"\xff" * 50, b"\x01\0\0\0\x03\0\0\0abc", b"#!/bin/sh\n" * 9])
 def test_a_file_that_is_not_a_journal_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(data)
@@ -484,6 +505,7 @@ from engine_core.journal.recorder import RecordedEngine
 from engine_core.journal.replay import replay
 from protocol.wire.arrays import Float32, Int32
 from protocol.engine.grammar import Grammar, Lark
+from protocol.engine.attachments import AttachedTensor
 from protocol.engine.messages import Generate
 from protocol.engine.sampling import SamplingParams
 from tests.support.engines import Bench, a_card, echo_compiler

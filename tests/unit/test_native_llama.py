@@ -28,14 +28,14 @@ from worker.kernels.fingerprint import fingerprint, source_of
 from worker.kernels.instruction_sets import INSTRUCTION_SETS
 from worker.kernels.library import NoKernels, runnable
 from worker.kernels.native import NativeKernels
-from worker.kernels.packed import PackedLinear
+from worker.kernels.packed import PackedLinear, pack
 from worker.kernels.reference import TorchKernels
 from worker.kernels.select import select_kernels
 from worker.kv.cache import KVCache
 from worker.layers.hybrid_linear import NEVER
 from worker.loading.decoder import LoadedModel, load_model, open_weights
 from worker.loading.header import ModelHeader, read_header
-from worker.loading.weight_layout import layout
+from worker.loading.weight_layout import layout, narrowed
 from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 
@@ -183,19 +183,49 @@ def test_a_model_that_the_kernels_do_not_support_runs_on_torch(tmp_path: Path) -
         load(path, native_kernels(), torch.float32, "packed")
 
 
+@pytest.mark.parametrize("kernels", NAMES)
+def test_numbers_of_bfloat16_give_a_float32_model_the_same_bits_in_half_of_the_memory(
+    kernels: KernelSet,
+) -> None:
+    native = native_kernels(kernels)
+    weight = randn(70, 544, dtype=torch.bfloat16).float()
+    x = randn(13, 544, dtype=torch.float32)
+    narrow = narrowed(weight)
+    assert narrow.dtype == torch.bfloat16
+    wide, half = (PackedLinear(native, pack(native, each)) for each in (weight, narrow))
+    for rows in (1, 7, 13):
+        assert torch.equal(half(x[:rows]), wide(x[:rows]))
+    assert 1.9 < wide.matrix.memory.nbytes / half.matrix.memory.nbytes < 2
+
+
+def test_numbers_that_are_not_of_bfloat16_stay_as_they_are() -> None:
+    weight = randn(130, 32, dtype=torch.bfloat16).float()
+    weight[-1, -1] = 1 + 2**-8
+    assert narrowed(weight) is weight
+    assert torch.equal(narrowed(weight[:-1]), weight[:-1].bfloat16())
+
+
 @pytest.mark.parametrize(
-    ("activations", "dtype", "kernels", "rounds"),
+    ("activations", "dtype", "rounds_floats", "kernels", "rounds"),
     [
-        ("auto", torch.bfloat16, "avx2", True),
-        ("auto", torch.bfloat16, "generic", False),
-        ("auto", torch.float32, "avx2", False),
-        ("int8", torch.bfloat16, "generic", True),
-        ("int8", torch.float32, "avx2", True),
-        ("bfloat16", torch.bfloat16, "avx2", False),
+        ("auto", torch.bfloat16, False, "avx2", True),
+        ("auto", torch.bfloat16, False, "generic", False),
+        ("auto", torch.float32, False, "avx2", False),
+        ("auto", torch.float32, True, "avx2", True),
+        ("auto", torch.float32, True, "generic", False),
+        ("int8", torch.bfloat16, False, "generic", True),
+        ("int8", torch.float32, False, "avx2", True),
+        ("bfloat16", torch.bfloat16, False, "avx2", False),
+        ("bfloat16", torch.float32, True, "avx2", False),
     ],
 )
-def test_inputs_are_rounded_on_request_or_if_integers_are_faster_than_bfloat16(
-    tmp_path: Path, activations: Activations, dtype: torch.dtype, kernels: KernelSet, rounds: bool
+def test_inputs_are_rounded_on_request_or_if_integers_are_faster(
+    tmp_path: Path,
+    activations: Activations,
+    dtype: torch.dtype,
+    rounds_floats: bool,
+    kernels: KernelSet,
+    rounds: bool,
 ) -> None:
     small_model(tmp_path, "Q4_1", dtype)
     loaded = load_model(
@@ -204,6 +234,7 @@ def test_inputs_are_rounded_on_request_or_if_integers_are_faster_than_bfloat16(
         device=CPU,
         kernels=native_kernels(kernels),
         activations=activations,
+        rounds_floats=rounds_floats,
     )
     assert isinstance(loaded.model, DecoderModel)
     weights = loaded.model.weights

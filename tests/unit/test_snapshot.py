@@ -182,7 +182,7 @@ STORED = {
     "num_in_flight num_pending num_preemptions num_passed num_passed_sent num_published "
     "num_scheduled num_shared_columns number order params phase priority_credit "
     "prompt_logprobs prompt_tokens queue_time seed slot slot_generation stage_timer "
-    "start_deadline stop_ids tokens uses_draft_model uses_head window_tables",
+    "start_deadline stop_ids tokens uses_draft_model uses_head whole_runs window_tables",
     "RequestDrafting": "awaited_guess drafter forced_tally is_forced tally",
     "RequestEndings": "in_flight",
     "Scheduler": "_blocked_newcomer _has_paused_decodes num_prefill_tokens running unbound",
@@ -290,7 +290,7 @@ OBSERVED = {
     "EngineHistory": "_clock _requests _slots first_tokens gaps steps",
     "RequestHistories": "_bound _ended _ended_by_name _open _owners",
     "RequestHistory": "abort_reason account arrived_at binds client ended_at finish first_token_at "
-    "name names order prompt_tokens spans usage",
+    "image_tokens images name names order prompt_tokens spans usage",
     "SlotBind": "first slot until",
     "StageTimer": "spans",
     "StepLog": "_is_closed _num_rows _runs",

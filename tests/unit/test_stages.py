@@ -42,6 +42,7 @@ def test_every_stage_runs_although_the_first_one_fails(capfd: pytest.CaptureFixt
         ["ok", "good", "1", "passed"],
         ["ok", "skipped", "1", "skipped"],
     ]
+    assert all(float(row.split()[-4]) > 0 for row in rows[:3])  # seconds of CPU
     assert rows[3].endswith("test_bad::test_bad")
 
 

@@ -6,7 +6,7 @@ the cache, H query heads, H_kv key/value heads, D head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,7 +17,7 @@ class AttentionBatch:
     """The positions of a step's tokens in their requests and in the cache.
 
     A row's tokens are the last tokens of its context. So token i of a row of n tokens sees
-    context_len - n + i + 1 tokens.
+    context_len - n + i + 1 tokens, if there are no `seen_ends`.
     """
 
     #: [T] int64: position of each token in its request.
@@ -41,6 +41,18 @@ class AttentionBatch:
     #: CPU.
     device_row_starts: Tensor | None = None
     device_context_lens: Tensor | None = None
+    #: [AXES, T] int64: the rotary positions (slots/rope_positions.py). None: they are `positions`
+    #: in all axes.
+    rope_positions: Tensor | None = None
+    #: [T] int64, on the CPU: the position before which a token sees others, in layers with
+    #: `AttentionSpec.sees_whole_runs`. It follows the last token of its image, or the token itself.
+    #: None: no token sees later ones.
+    seen_ends: Tensor | None = None
+
+    def with_seen_ends(self, ends: Tensor | None) -> AttentionBatch:
+        """Return the batch with other `seen_ends`, also in `further`."""
+        further = tuple(replace(each, seen_ends=ends) for each in self.further)
+        return replace(self, seen_ends=ends, further=further)
 
     def for_entry(self, entry: int) -> AttentionBatch:
         """Return the batch for layers whose K/V is in entry `entry` of a block table's columns

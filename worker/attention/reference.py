@@ -52,6 +52,8 @@ class ReferenceAttention:
             for token in range(start, stop):
                 end = unseen + token - start + 1
                 first = 0 if plan.window is None else max(end - plan.window, 0)
+                if batch.seen_ends is not None:
+                    end = int(batch.seen_ends[token])
                 seen = slice(first, end)
                 visible = (q[token].float(), keys[seen], values[seen])
                 result = _attend(*visible, scale=scale, soft_cap=soft_cap, sinks=sinks)

@@ -226,20 +226,26 @@ class TorchPagedAttention:
         tiles = []
         for first in range(start, stop, TILE_QUERIES):
             end = min(first + TILE_QUERIES, stop)
-            m = -(-(num_before + end - start) // self._block_tokens)
             device = batch.block_table.device
             last = torch.arange(num_before + first - start, num_before + end - start, device=device)
-            mask = self._mask(last, m * self._block_tokens, window)
+            ends = last + 1
+            if batch.seen_ends is not None:
+                ends = batch.seen_ends[first:end] - first_block * self._block_tokens
+            m = -(-int(ends.max()) // self._block_tokens)
+            mask = self._mask(last, m * self._block_tokens, window, ends)
             tiles.append(Tile(first, end, m * self._block_tokens, mask))
         num_blocks = -(-context_len // self._block_tokens)
         blocks = batch.block_table[row, first_block:num_blocks].contiguous()
         return PrefillSpan(blocks, tiles, row, first_block)
 
-    def _mask(self, last: Tensor, num_keys: int, window: int | None) -> Tensor:
+    def _mask(
+        self, last: Tensor, num_keys: int, window: int | None, ends: Tensor | None = None
+    ) -> Tensor:
         """Return the mask [n, num_keys] for n queries at the positions `last` [n]: 0 for the keys
-        up to that position and within the window, -inf for all others."""
+        before `ends` [n] and within the window, -inf for all others. Without `ends`, keys up to a
+        query's position are seen."""
         keys = torch.arange(num_keys, device=last.device)
-        hidden = keys > last[:, None]
+        hidden = keys > last[:, None] if ends is None else keys >= ends[:, None]
         if window is not None:
             hidden |= keys <= last[:, None] - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=last.device)

@@ -17,6 +17,7 @@ is sampled; `_decodes` and `_tokens` have a shortcut for these steps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,13 +25,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from protocol.engine.attachments import Attachment
 from protocol.worker.steps import StepPlan
 from worker.attention.base import AttentionBatch
 from worker.device.staging import integers, upload
 from worker.sampling.verify import NO_DRAFT
-from worker.slots.fields import STATE
+from worker.slots.fields import ROPE_SHIFT, STATE
+from worker.slots.rope_positions import turn
 from worker.slots.states import StepStates
 from worker.slots.table import SlotTable
+from worker.spec.rope_config import AXES
 
 Ints = NDArray[np.int64]
 
@@ -195,7 +199,30 @@ def build_batch(
         last,
         features_of_rows(slots, rows.slots),
     )
-    return StepBatch(rows, placed.token_ids(slots), placed.attention, sampled)
+    attention = placed.attention
+    if slots.images and ROPE_SHIFT in slots.fields:
+        turned = _rope_positions(rows, attention.positions, slots.images)
+        attention = replace(attention, rope_positions=turned)
+    return StepBatch(rows, placed.token_ids(slots), attention, sampled)
+
+
+def _rope_positions(
+    rows: BatchRows, positions: Tensor, images: Mapping[int, Sequence[Attachment]]
+) -> Tensor | None:
+    """Return the rotary positions [AXES, T] int64 of tokens at `positions` [T] of their requests;
+    None if no row has images.
+
+    images   slot -> the images of its request
+    """
+    found: Tensor | None = None
+    spans = zip(rows.slots.tolist(), rows.starts.tolist(), rows.ends.tolist(), strict=True)
+    for place, (slot, start, end) in enumerate(spans):
+        if slot in images:
+            if found is None:
+                found = positions.repeat(AXES, 1)
+            begin = end - int(rows.counts[place])
+            turn(found.numpy()[:, begin:end], start, images[slot])
+    return found
 
 
 def step_states(plan: StepPlan, rows: BatchRows, slots: SlotTable) -> StepStates | None:

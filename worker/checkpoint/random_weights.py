@@ -20,7 +20,8 @@ class RandomWeights:
     """A `WeightSource` (weights.py) that makes up each tensor on the target's device. A name always
     has the same tensor there.
 
-    Matrices keep the variance of their inputs. Norms multiply by 1, and all other vectors are 0.
+    Matrices keep the variance of their inputs, and their numbers are those of bfloat16, as in most
+    files. Norms multiply by 1, and all other vectors are 0.
     """
 
     def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
@@ -31,6 +32,7 @@ class RandomWeights:
         with torch.random.fork_rng(gpus):
             torch.manual_seed(zlib.crc32(f"{name} {index}".encode()))
             target.normal_(std=target.shape[-1] ** -0.5)
+        target.copy_(target.bfloat16())
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
         return None

@@ -1,4 +1,4 @@
-"""Chooses the device, its precision and threads, reads its free memory, and locks a GPU.
+"""Chooses the device and its threads, reads its free memory, and locks a GPU.
 
 All choices are made once, before the first tensor. Facts about the machine are in machine.py.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from protocol.config.worker import Dtype, WorkerConfig
+from protocol.config.worker import WorkerConfig
 from protocol.process import devices
-from worker.device.machine import dtype_name, free_host_bytes
+from worker.device.machine import free_host_bytes
 from worker.errors import UnusableModel
 
 
@@ -62,13 +62,6 @@ def identity_of(device: torch.device) -> str | None:
     if None not in place:
         return "gpu-" + ":".join(f"{number:02x}" for number in place)
     return f"gpu-{device.index}"
-
-
-def choose_dtype(wanted: Dtype, device: torch.device, *, cpu_flags: frozenset[str]) -> torch.dtype:
-    """Return the dtype of weights and K/V. `cpu_flags` is the result of `cpuinfo.cpu_flags()`."""
-    name = dtype_name(wanted, is_gpu=device.type == "cuda", cpu_flags=cpu_flags)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def set_threads(threads: int) -> None:

@@ -12,24 +12,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.config.worker import Dtype
 from protocol.process.control_groups import CGROUPS, PROC, own_groups
 from worker.device.cpuinfo import CPUINFO, first_of
 
-BFLOAT16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Names of CPU features in /proc/cpuinfo; the last one is ARM's. Without any of them bfloat16 is
-emulated and slow."""
 X86_NAMES = ("model name", "cpu family", "model", "flags")
 ARM_NAMES = ("CPU implementer", "CPU part", "CPU variant", "Features")
 """Names of lines in /proc/cpuinfo."""
-
-
-def dtype_name(wanted: Dtype, *, is_gpu: bool, cpu_flags: frozenset[str]) -> str:
-    """Return the name of the dtype of weights and K/V: `wanted` itself, or for "auto" bfloat16 if
-    the device computes it fast, else float32. `cpu_flags` is the result of `cpu_flags()`."""
-    if wanted == "auto":
-        return "bfloat16" if is_gpu or cpu_flags & BFLOAT16_CPU_FLAGS else "float32"
-    return wanted
 
 
 def choose_threads(wanted: int, *, cores: int, quota: float | None, local_size: int = 1) -> int:

@@ -17,7 +17,10 @@ from worker.kernels.addresses import address
 def batch_struct(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
     """Return the struct that describes `batch` to the kernels. It points at tensors of `batch`, so
     it must not outlive them."""
-    integers = (batch.slot_mapping, batch.row_starts, batch.context_lens, batch.block_table)
+    integers = [batch.slot_mapping, batch.row_starts, batch.context_lens, batch.block_table]
+    if batch.seen_ends is not None:
+        assert batch.seen_ends.shape == batch.positions.shape
+        integers.append(batch.seen_ends)
     assert all(tensor.dtype == torch.int64 for tensor in integers)
     return structs.CRows(
         address(batch.row_starts),
@@ -27,6 +30,7 @@ def batch_struct(batch: AttentionBatch, block_tokens: int) -> structs.CRows:
         batch.num_decodes,
         batch.block_table.shape[1],
         block_tokens,
+        address(batch.seen_ends),
     )
 
 
@@ -37,14 +41,16 @@ def scoring_struct(
     sinks: Tensor | None = None,
     *,
     heads: int,
+    sees_runs: bool = True,
 ) -> structs.CScoring:
     """Return the struct that describes how a layer computes attention scores. The arguments are
     those of `Attention.run` and `Attention.plan`.
 
-    sinks   [heads] float32; the struct points at them, so it must not outlive them
+    sinks       [heads] float32; the struct points at them, so it must not outlive them
+    sees_runs   whether `AttentionBatch.seen_ends` applies to the layer
     """
     assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32)
-    return structs.CScoring(scale, soft_cap or 0.0, window or 0, address(sinks))
+    return structs.CScoring(scale, soft_cap or 0.0, window or 0, address(sinks), sees_runs)
 
 
 def indexed_tokens_struct(

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+from protocol.config.worker import KernelSet
 from protocol.process.installation import reinstall_command
 from worker.kernels.instruction_sets import INSTRUCTION_SETS, InstructionSet
 
@@ -33,6 +34,12 @@ class NoKernels(Exception):
 def runnable(cpu_flags: frozenset[str]) -> list[InstructionSet]:
     """Return the instruction sets that a processor with these flags can run, best first."""
     return [each for each in INSTRUCTION_SETS if each.needs <= cpu_flags]
+
+
+def selected(wanted: KernelSet, cpu_flags: frozenset[str]) -> list[InstructionSet]:
+    """Return the sets that the option `wanted` allows on a processor with these flags, best first;
+    [] for torch's kernels."""
+    return [each for each in runnable(cpu_flags) if wanted in ("auto", each.name)]
 
 
 def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL, Path]:
@@ -66,9 +73,9 @@ def load(sets: Iterable[InstructionSet]) -> tuple[str, ctypes.CDLL, Path]:
     )
 
 
-def is_compiled(sets: Iterable[InstructionSet]) -> bool:
-    """Return whether a library is compiled for any of the sets."""
-    return any(_path(each.name) is not None for each in sets)
+def first_compiled(sets: Iterable[InstructionSet]) -> str | None:
+    """Return the name of the first set that a library is compiled for; None if there is none."""
+    return next((each.name for each in sets if _path(each.name) is not None), None)
 
 
 def _path(name: str) -> Path | None:

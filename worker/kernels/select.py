@@ -16,7 +16,7 @@ from worker.device.triton_driver import reason_against_launches
 from worker.errors import UnusableModel
 from worker.kernels.base import Kernels
 from worker.kernels.instruction_sets import INSTRUCTION_SETS, InstructionSet
-from worker.kernels.library import NoKernels, is_compiled, load, runnable
+from worker.kernels.library import NoKernels, first_compiled, load, runnable
 from worker.kernels.native import NativeKernels
 from worker.kernels.reference import TorchKernels
 
@@ -85,7 +85,7 @@ def _rival(best: NativeKernels, sets: Sequence[InstructionSet]) -> NativeKernels
     """Return the kernels of the instruction set that `best` must be compared with (RIVALS). Return
     None if there is no such set among `sets`, or if its kernels cannot be loaded."""
     rivals = [each for each in sets if each.name == RIVALS.get(best.name)]
-    if not is_compiled(rivals):
+    if first_compiled(rivals) is None:
         return None
     try:
         return NativeKernels(*load(rivals))

@@ -34,6 +34,7 @@ class CRows(Structure):
         ("num_decodes", c_int64),
         ("table_width", c_int64),
         ("block_tokens", c_int64),
+        ("seen_ends", c_void_p),
     ]
 
 
@@ -83,6 +84,7 @@ class CScoring(Structure):
         ("soft_cap", c_double),
         ("window", c_int64),
         ("sinks", c_void_p),
+        ("sees_runs", c_int64),
     ]
 
 

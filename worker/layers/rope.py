@@ -8,6 +8,7 @@ of max_len rows. Legend: T tokens, H heads (queries or keys), D rotated items of
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -87,6 +88,20 @@ def rotation(
     cos, sin = angles.cos() * factor, angles.sin() * factor
     cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     return cos[:, None].to(dtype), sin[:, None].to(dtype)
+
+
+def turned_by_axes(turns: Sequence[CosSin], axes: Sequence[int]) -> CosSin:
+    """Return cos and sin [T, 1, D] in which each pair is turned by the positions of its own axis.
+
+    turns   cos and sin of the positions of each axis
+    axes    [D / 2]: the axis of each pair
+    """
+    cos, sin = (part.clone() for part in turns[0])
+    columns = torch.tensor([*axes, *axes], device=cos.device)
+    for axis, (of_cos, of_sin) in enumerate(turns):
+        found = (columns == axis).nonzero()[:, 0]
+        cos[..., found], sin[..., found] = of_cos[..., found], of_sin[..., found]
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from worker.kv.rounding import ROUNDED, choose_kv_dtype
 from worker.layers.group import Group
 from worker.loading.encoder import pair_score_head, vector_head
 from worker.loading.header import ModelHeader, read_header, with_pooling
-from worker.loading.layouts import DenseLayout, WeightSource
+from worker.loading.layouts import DenseLayout, WeightLayout, WeightSource
 from worker.loading.transformers_header import TransformersHeader
 from worker.loading.weight_layout import fitting, layout, rounds_inputs, settle
 from worker.loading.weights import load_weights
@@ -71,6 +71,7 @@ def load_model(
     kernels: Kernels | None = None,
     weights: WeightForm = "auto",
     activations: Activations = "auto",
+    rounds_floats: bool = False,
     kv_dtype: KVDtype = "auto",
     measurements: Path | None = None,
     on_header: Callable[[ModelHeader | TransformersHeader], object] = lambda header: None,
@@ -84,6 +85,7 @@ def load_model(
     kernels        used if they support the model; otherwise, or if None, torch's are used
     weights        form of the weights (weight_layout.py)
     activations    whether the inputs of quantised weights are rounded (weight_layout.py)
+    rounds_floats  whether activations "auto" rounds inputs in float32, too
     kv_dtype       whether keys and values are rounded (kv/rounding.py)
     measurements   directory that caches measured times between starts; None disables the cache
     on_header      called with the model's header, before the weights are loaded
@@ -105,7 +107,9 @@ def load_model(
         tensors = tensors.for_rank(group.rank, group.size)
     spec = tensors.spec
     kernels = fitting(kernels or TorchKernels(), spec)
-    form = DenseLayout() if group is not None else layout(kernels, weights, dtype, activations)
+    form: WeightLayout = DenseLayout()
+    if group is None:
+        form = layout(kernels, weights, dtype, activations, rounds_floats=rounds_floats)
     with copying_to(device) as copy:
         source = open_weights(header, copy)
         loaded = load_weights(tensors, source, dtype=dtype, device=device, layout=form, group=group)

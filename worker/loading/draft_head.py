@@ -42,6 +42,7 @@ def load_head(
     device: torch.device,
     weights: WeightForm = "auto",
     activations: Activations = "auto",
+    rounds_floats: bool = False,
 ) -> LoadedHead:
     """Load the head of a model. Raises UnusableModel if the files have none, or one that is damaged
     or not supported.
@@ -57,7 +58,13 @@ def load_head(
     assert isinstance(model, DecoderModel)
     spec = own.tensors.spec
     kernels = fitting(model.kernels, spec)
-    form = layout(kernels, "auto" if weights == "both" else weights, dtype, activations)
+    form = layout(
+        kernels,
+        "auto" if weights == "both" else weights,
+        dtype,
+        activations,
+        rounds_floats=rounds_floats,
+    )
     with copying_to(device) as copy:
         source: WeightSource = RandomWeights()
         if isinstance(header.files, GGUFFile):

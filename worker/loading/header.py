@@ -365,8 +365,7 @@ def _as_stored(
     show whether the embeddings are also the head.
     """
     log.info(
-        "only the text part of the model is loaded: requests with images or sound are refused "
-        "(%d tensors of other parts are skipped)",
+        "the decoder is the text part of the model (%d tensors of other parts are skipped)",
         files.num_left_out,
     )
     shapes = {name: tensor.shape for name, tensor in files.tensors.items()}

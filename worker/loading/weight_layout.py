@@ -22,6 +22,7 @@ from worker.kernels import packed, prepacked
 from worker.kernels.base import Kernels
 from worker.kernels.library import VERSION
 from worker.kernels.native import NativeKernels
+from worker.kernels.number_types import FASTEST
 from worker.kernels.packed import PackedEmbedding, PackedHeads, PackedLinear, PackedMatrix
 from worker.kernels.reference import TorchKernels
 from worker.kv.budget import FREE_SHARE
@@ -40,9 +41,11 @@ from worker.spec.recurrent import GatedDeltaSpec
 
 log = logging.getLogger(__name__)
 
-SLOW_WITH_INTEGERS = "generic"
-"""The instruction set whose products of integers take longer than those of floats."""
 QUANTISED = frozenset(sizes.BLOCK_FORMATS.values())
+NARROWED_ROWS = 64
+"""Rows whose bits are checked together: few, because the check ends at the first that fails."""
+BITS_BEYOND_BFLOAT16 = 0xFFFF
+"""Bits of a float32 that are 0 in a number of bfloat16."""
 LEAST_WEIGHTS = 1 << 20
 """Layers with fewer weights are not measured: they gain nothing from dense copies, and their
 times are too short to be reliable."""
@@ -61,7 +64,12 @@ def fitting(kernels: Kernels, spec: ModelSpec) -> Kernels:
 
 
 def layout(
-    kernels: Kernels, form: WeightForm, dtype: torch.dtype, activations: Activations = "auto"
+    kernels: Kernels,
+    form: WeightForm,
+    dtype: torch.dtype,
+    activations: Activations = "auto",
+    *,
+    rounds_floats: bool = False,
 ) -> WeightLayout:
     """Return the weight layout for the options `form` and `activations` and a model of dtype
     `dtype`.
@@ -71,13 +79,14 @@ def layout(
     - "auto" with compiled kernels: packed weights.
     - "both" with compiled kernels: packed weights, to which `settle` may add dense copies.
 
-    With activations "int8", quantised weights round their inputs. "auto" does so in bfloat16 if
-    the kernels multiply integers faster (docs/contribute/performance.md). Raises UnusableModel if
-    activations are "int8" and the weights are dense.
+    With activations "int8", quantised weights round their inputs. "auto" does so if the kernels
+    multiply integers faster (number_types.py), in float32 only with `rounds_floats`. Raises
+    UnusableModel if activations are "int8" and the weights are dense.
     """
     if isinstance(kernels, NativeKernels) and form != "dense":
-        is_faster = dtype == torch.bfloat16 and kernels.name != SLOW_WITH_INTEGERS
-        rounds = activations == "int8" or (activations == "auto" and is_faster)
+        may_round = dtype == torch.bfloat16 or rounds_floats
+        is_faster = FASTEST[kernels.name].multiplies_integers
+        rounds = activations == "int8" or (activations == "auto" and may_round and is_faster)
         return PackedLayout(kernels, dtype, may_copy=form == "both", rounds_inputs=rounds)
     if form == "packed":
         raise UnusableModel("packed weights need compiled kernels that fit the model")
@@ -120,7 +129,7 @@ class PackedLayout:
         values = matrix.values()
         if not sizes.can_pack(values.shape[1]):
             return Dense(values, matrix.bias)
-        numbers = packed.pack(self._kernels, values, rounds_inputs=self._rounds_inputs)
+        numbers = packed.pack(self._kernels, narrowed(values), rounds_inputs=self._rounds_inputs)
         return PackedLinear(self._kernels, numbers, matrix.bias)
 
     def heads(self, matrices: Sequence[Matrix]) -> HeadLinears:
@@ -162,10 +171,21 @@ def pack(
     if not sizes.can_pack(values.shape[1]):
         return None
     if not any(blocks):
-        return packed.pack(kernels, values, rounds_inputs=rounds_inputs)
+        return packed.pack(kernels, narrowed(values), rounds_inputs=rounds_inputs)
     numbers = torch.split(values, list(matrix.rows))
-    parts = [part or rows for part, rows in zip(blocks, numbers, strict=True)]
+    parts = [part or narrowed(rows) for part, rows in zip(blocks, numbers, strict=True)]
     return packed.pack(kernels, *parts, rounds_inputs=rounds_inputs)
+
+
+def narrowed(values: Tensor) -> Tensor:
+    """Return numbers [outputs, inputs] in bfloat16 if it represents all of them. So the weights of
+    most files take half of the memory of float32, and the same products come of them."""
+    if values.dtype != torch.float32:
+        return values
+    rows_bits = torch.split(values.view(torch.int32), NARROWED_ROWS)
+    if any(bool((bits & BITS_BEYOND_BFLOAT16).any()) for bits in rows_bits):
+        return values
+    return values.bfloat16()
 
 
 def _sound_blocks(matrix: Matrix) -> list[QuantBlocks | None]:

@@ -37,7 +37,7 @@ from worker.layers.mamba2 import Mamba2
 from worker.layers.mlp import ExpertMlp, ExpertsBeside, Mlp
 from worker.layers.norm import Norm
 from worker.layers.rg_lru import RgLru
-from worker.layers.rope import CosSin, attention_factor, inverse_frequencies
+from worker.layers.rope import CosSin, attention_factor, inverse_frequencies, turned_by_axes
 from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
 from worker.models.whole_step import WholePass
@@ -86,8 +86,9 @@ class AttentionBlock:
 
 Turn = tuple[CosSin | None, Tensor | None]
 """How queries and keys are turned, and the factors [T, 1, 1] of the queries; None: not at all."""
-Seen = tuple[int | None, int | None] | IndexerSpec
-"""The limit of the tokens that a token sees: a window and chunks, or an indexer."""
+Seen = tuple[int | None, int | None, bool] | IndexerSpec
+"""The tokens that a token sees: a window, chunks and whether an image is seen as a whole, or an
+indexer."""
 Recurrence = GatedDelta | Mamba1 | Mamba2 | RgLru | ShortConv
 TokenMixer = AttentionBlock | LatentAttention | Recurrence
 
@@ -187,7 +188,7 @@ class DecoderModel:
         self.kernels = kernels or TorchKernels()
         self._seen: list[Seen] = []
         for each in spec.kv_owners:
-            self._seen += [(each.window, each.chunk), *_selected(each)]
+            self._seen += [(each.window, each.chunk, each.sees_whole_runs), *_selected(each)]
         self._places = spec.kv_places
         self._offsets = _state_offsets(spec)
         device, dtype = weights.embedding.device, weights.embedding.dtype
@@ -239,8 +240,11 @@ class DecoderModel:
         """Return the hidden states [T, hidden] of token_ids [T] int64, before the final norm.
         Writes this step's keys and values to the cache, and changes the states of its rows.
 
-        images   the rows that stand in place of embeddings; None: there are none
+        images   the rows that stand in place of embeddings, and what the first layers add to them;
+                 None: there are none
         """
+        if images is not None:
+            batch = batch.with_seen_ends(images.seen_ends)
         whole = self.whole
         if whole is not None and whole.is_for(len(token_ids)):
             plan = attention.plan(batch)
@@ -251,7 +255,7 @@ class DecoderModel:
             images.put(x)
         table = self.weights.inputs
         inputs = None if table is None else table(token_ids, x)
-        return self.compute(x, batch, cache, attention, adapters, states, inputs)
+        return self.compute(x, batch, cache, attention, adapters, states, inputs, images)
 
     @torch.inference_mode()
     def compute(
@@ -263,14 +267,16 @@ class DecoderModel:
         adapters: StepAdapters | None = None,
         states: StepStates | None = None,
         inputs: Tensor | None = None,
+        images: StepImages | None = None,
     ) -> Tensor:
         """Compute the layers: return what `__call__` returns, for tokens whose input of the first
         layer is x [T, hidden], which is changed.
 
         inputs   the per-layer inputs [T, layers, width]; None: the layers have none
+        images   what is added to x after the first layers; None: nothing is
         """
         plans = self._plans(batch, cache, attention)
-        turns = self._turns(batch.positions, self._dtype)
+        turns = self._turns(batch, self._dtype)
         ends = self.weights.streams
         streams = None if ends is None else ends.spread_out(x)
         delta: Tensor | None = None
@@ -321,6 +327,9 @@ class DecoderModel:
             if layer.factor != 1.0:
                 self._add_norm(x, delta, None, post_norm).mul_(layer.factor)
                 delta, post_norm = None, None
+            if images is not None and index < images.num_added:
+                images.add(self._add_norm(x, delta, None, post_norm), index)
+                delta, post_norm = None, None
         if ends is not None and streams is not None:
             return ends.merged(streams)
         return self._add_norm(x, delta, None, post_norm)
@@ -328,7 +337,7 @@ class DecoderModel:
     def _plans(self, batch: AttentionBatch, cache: PagedCache, attention: Attention) -> list[Any]:
         """Return the plan of the step for each layer with keys and values of its own, and the
         selection of an indexer for its index keys; None: they select all tokens. Layers with the
-        same entry, window and chunks share one."""
+        same entry and limits share one."""
         kinds = [*zip(cache.entries, self._seen, strict=True)]
         plans: dict[tuple[int, Seen], Any] = {}
         alike: dict[Seen, Any] = {}
@@ -337,7 +346,9 @@ class DecoderModel:
             if isinstance(seen, IndexerSpec):
                 plans[entry, seen] = Selection.of(own, cache.block_tokens, seen.top)
                 continue
-            window, chunk = seen
+            window, chunk, sees_runs = seen
+            if own.seen_ends is not None and not sees_runs:
+                own = own.with_seen_ends(None)
             if chunk is not None:
                 own = in_chunks(own, chunk, cache.block_tokens)
             plans[entry, seen] = alike[seen] = attention.plan(own, window, alike.get(seen))
@@ -427,13 +438,18 @@ class DecoderModel:
         return x.float() if self._has_float_sum else x
 
     def _turns(
-        self, positions: Tensor, dtype: torch.dtype
+        self, batch: AttentionBatch, dtype: torch.dtype
     ) -> dict[tuple[RopeConfig | None, QueryGrowth | None], Turn]:
         """Return the turn of each layer's queries and keys, by its rope and growth."""
         angles: dict[RopeConfig | None, CosSin | None] = {None: None}
+        positions, by_axis = batch.positions, batch.rope_positions
         for rope, frequencies in self._frequencies.items():
             factor = attention_factor(rope)
-            angles[rope] = self.kernels.cos_sin(positions, frequencies, dtype, factor)
+            if by_axis is None or not rope.axes:
+                angles[rope] = self.kernels.cos_sin(positions, frequencies, dtype, factor)
+                continue
+            of_axes = [self.kernels.cos_sin(each, frequencies, dtype, factor) for each in by_axis]
+            angles[rope] = turned_by_axes(of_axes, rope.axes)
         factors: dict[QueryGrowth | None, Tensor | None] = {None: None}
         for growth, of_runs in self._growths.items():
             runs = (positions + growth.offset) // growth.tokens

@@ -50,7 +50,7 @@ from worker.layers.short_conv import ShortConv
 from worker.lora.table import StepAdapters
 from worker.models.compiled import why_not
 from worker.spec.model_spec import ModelSpec
-from worker.spec.rope_config import RopeConfig
+from worker.spec.rope_config import AXES, RopeConfig
 from worker.vision.rows import StepImages
 
 if TYPE_CHECKING:
@@ -81,10 +81,11 @@ class WholePass:
         self.dtype_code = DTYPE_CODES[dtype]
         ropes = [*dict.fromkeys(each.rope for each in spec.attentions if each.rope is not None)]
         self._frequencies = [inverse_frequencies(rope) for rope in ropes]
+        self._axes = [torch.tensor(rope.axes) if rope.axes else None for rope in ropes]
         self._ropes = (structs.CRope * len(ropes))(
             *(
-                structs.CRope(address(inv_freq), rope.width, attention_factor(rope))
-                for rope, inv_freq in zip(ropes, self._frequencies, strict=True)
+                structs.CRope(address(inv_freq), rope.width, attention_factor(rope), address(axes))
+                for rope, inv_freq, axes in zip(ropes, self._frequencies, self._axes, strict=True)
             )
         )
         self._routers = [_router(layer.mlp, kernels) for layer in weights.layers]
@@ -184,12 +185,19 @@ class WholePass:
         step.slot_mapping = address(batch.slot_mapping)
         if adapters is not None:
             step.adapters = adapters.struct
+        if batch.rope_positions is not None:
+            assert batch.rope_positions.shape == (AXES, count)
+            step.rope_positions, step.rope_stride = address(batch.rope_positions), count
         if images is not None:
-            rounded = images.rows.to(self._weights.embedding.dtype).float()
+            images = images.rounded(self._weights.embedding.dtype)
             assert len(images.index) == count
-            assert rounded.shape[1] == self._spec.hidden
+            assert images.rows.shape[1] == self._spec.hidden
             step.images = structs.CImageRows(
-                address(images.index), address(rounded), None, len(rounded), 0
+                address(images.index),
+                address(images.rows),
+                address(images.added),
+                len(images.rows),
+                images.num_added,
             )
         self.kernels.library.forward(self.dtype_code, torch.get_num_threads(), byref(step))
         return hidden
@@ -319,6 +327,7 @@ def _layer(layer: DecoderLayer, ropes: Sequence[RopeConfig], dtype: torch.dtype)
             attention.window,
             block.sinks,
             heads=attention.num_heads,
+            sees_runs=attention.sees_whole_runs,
         ),
         q_norm_width=0 if q_norm is None else q_norm.weight.numel(),
         k_norm_width=0 if k_norm is None else k_norm.weight.numel(),

@@ -33,6 +33,7 @@ from protocol.worker.steps import MAX_HEAD_LAG, NULL_BLOCK, SlotInit
 from worker.device.staging import integers
 from worker.slots.features import features_of
 from worker.slots.filter_order import packed_order
+from worker.slots.rope_positions import rope_shift
 from worker.slots.table import RestPolicy, SlotField, Value
 
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 32
@@ -54,21 +55,36 @@ STATE = "state"
 """Name of the field with the recurrent state."""
 MU = "mirostat_mu"
 """Name of the field with the state of Mirostat."""
+ROPE_SHIFT = "rope_shift"
+"""Name of the field with the shift of the rotary positions after the request's images."""
 HIDDEN = "hidden"
 """Name of the field with the hidden states that the model's own head may still need."""
 
 
 def slot_fields(
-    max_len: int, max_blocks: int, state_items: int = 0, head_hidden: int = 0
+    max_len: int,
+    max_blocks: int,
+    state_items: int = 0,
+    head_hidden: int = 0,
+    has_rope_axes: bool = False,
 ) -> tuple[SlotField, ...]:
     """Return all fields, for requests of at most max_len tokens and max_blocks blocks.
 
-    state_items   numbers of the model's recurrent state; 0: it has none
-    head_hidden   numbers of a hidden state that the model's own head reads; 0: no head is used
+    state_items     numbers of the model's recurrent state; 0: it has none
+    head_hidden     numbers of a hidden state that the model's own head reads; 0: no head is used
+    has_rope_axes   whether the rotary positions of an image have several axes
     """
     state = [_state(state_items)] if state_items else []
     hidden = [_hidden(head_hidden)] if head_hidden else []
-    return (*_tokens_and_blocks(max_len, max_blocks), *_numbers(), *_lists(), *state, *hidden)
+    shift = [_scalar(ROPE_SHIFT, torch.int32, lambda init: rope_shift(init.images))]
+    return (
+        *_tokens_and_blocks(max_len, max_blocks),
+        *_numbers(),
+        *_lists(),
+        *state,
+        *hidden,
+        *(shift if has_rope_axes else ()),
+    )
 
 
 def _hidden(width: int) -> SlotField:

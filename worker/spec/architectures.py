@@ -248,6 +248,11 @@ class TransformersSpec:
         return 0
 
     @property
+    def has_rope_axes(self) -> bool:
+        """Return False: images of these models are not computed."""
+        return False
+
+    @property
     def window(self) -> int | None:
         """Return None: the model's class decides which keys a layer sees, when it runs."""
         return None

@@ -56,6 +56,8 @@ class AttentionSpec:
     #: A text is cut into chunks of this many tokens, and a token sees those of its own chunk up to
     #: itself. None: there are no chunks.
     chunk: int | None = None
+    #: Whether the tokens of an image see each other, the later ones too.
+    sees_whole_runs: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     #: Whether queries and keys have a norm: over each head, over all heads together, or a plain one
@@ -382,9 +384,19 @@ class ModelSpec:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
+    def sees_whole_runs(self) -> bool:
+        """Return whether a step must compute the tokens of an image as a whole."""
+        return any(attention.sees_whole_runs for attention in self.attentions)
+
+    @property
     def recurrents(self) -> tuple[RecurrentSpec, ...]:
         """Return the recurrence of each layer that has one."""
         return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
+
+    @property
+    def has_rope_axes(self) -> bool:
+        """Return whether the rotary positions of an image have several axes."""
+        return any(each.rope is not None and each.rope.axes for each in self.attentions)
 
     @property
     def kv_owners(self) -> tuple[AttentionSpec, ...]:

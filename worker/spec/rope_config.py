@@ -18,6 +18,9 @@ from worker.spec.fields import Fields
 log = logging.getLogger(__name__)
 
 ORIGINAL_CONTEXT = "original_max_position_embeddings"
+AXES = 3
+"""Axes of the rotary positions of M-RoPE: frames, rows and columns of an image. Those of a text are
+equal, so axes change nothing in a text."""
 MAX_WIDTH = 1 << 16
 """Largest head whose pairs may have factors of their own."""
 
@@ -100,6 +103,8 @@ class RopeConfig:
     width: int
     theta: float
     scaling: Scaling = NoScaling()
+    #: M-RoPE: the axis of the positions that turns each pair, of AXES; (): the first turns all.
+    axes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.theta <= 1:
@@ -182,7 +187,7 @@ def rope_config(
         )
     if has_alpha and _kind(rope) == "dynamic" and rope.get("alpha") is not None:
         return RopeConfig(width, theta * rope.positive("alpha") ** (width / max(width - 2, 1)))
-    return RopeConfig(width, theta, _scaling(rope, config, width))
+    return RopeConfig(width, theta, _scaling(rope, config, width), _axes(rope, config, width // 2))
 
 
 def has_rope(config: Fields) -> bool:
@@ -248,6 +253,25 @@ def _width(rope: Fields, config: Fields, head_dim: int, default: float | None) -
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise UnusableModel(f"partial_rotary_factor is {share!r:.80}; it must be within 0..1")
     return int(head_dim * share)
+
+
+def _axes(rope: Fields, config: Fields, num_pairs: int) -> tuple[int, ...]:
+    """Return the axis of each pair. It is () without M-RoPE, and if its sections do not fit the
+    heads: then texts are computed all the same."""
+    sections = rope.get("mrope_section")
+    if (
+        not isinstance(sections, list)
+        or len(sections) != AXES
+        or not all(type(size) is int and size > 0 for size in sections)
+        or sum(sections) != num_pairs
+    ):
+        return ()
+    # The classes of transformers interleave or do not, whatever the rope parameters say
+    # (wrappers.TEXT_TYPES).
+    if config.flag("mrope_interleaved", rope.get("mrope_interleaved", False)):
+        axes = (pair % AXES for pair in range(num_pairs))
+        return tuple(axis if pair < AXES * sections[axis] else 0 for pair, axis in enumerate(axes))
+    return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
 
 
 def _kind(rope: Fields) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.config.worker import MAX_SLOTS, TOKEN_BUDGET, WorkerConfig
 
@@ -30,3 +30,12 @@ def step_limits(config: WorkerConfig, *, is_gpu: bool) -> StepLimits:
         max_drafts=config.max_drafts,
         planned_tokens=token_budget if is_gpu else STEP_TOKENS,
     )
+
+
+def with_whole_runs(limits: StepLimits, config: WorkerConfig, longest: int) -> StepLimits | None:
+    """Return limits with a token budget for a run of `longest` positions that is computed as a
+    whole, beside a token of each other request. Return None if the configured budget is smaller."""
+    needed = longest + limits.max_slots - 1
+    if needed <= limits.token_budget:
+        return limits
+    return None if config.token_budget else replace(limits, token_budget=needed)

@@ -7,7 +7,7 @@ everything that reads a model's files reads these models, too. A request with an
 is refused by the gateway.
 
 In text, all three coordinates of a token in Qwen's M-RoPE are its position, so M-RoPE gives the
-same angles as plain rotary embeddings.
+same angles as plain rotary embeddings. The coordinates of images differ (RopeConfig.axes).
 
 Sources: the model classes of transformers 5.24 (`_checkpoint_conversion_mapping`, text configs).
 """
@@ -22,13 +22,19 @@ from worker.errors import UnusableModel
 
 TEXT_TYPES: dict[str, dict[str, Any]] = {
     "kimi_k2": {"model_type": "deepseek_v3"},
-    "qwen2_vl_text": {"model_type": "qwen2"},
-    "qwen2_5_vl_text": {"model_type": "qwen2"},
-    "qwen3_vl_text": {"model_type": "qwen3"},
-    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "qwen2_vl_text": {"model_type": "qwen2", "mrope_interleaved": False},
+    "qwen2_5_vl_text": {"model_type": "qwen2", "mrope_interleaved": False},
+    "qwen3_vl_text": {"model_type": "qwen3", "mrope_interleaved": True},
+    "qwen3_vl_moe_text": {
+        "model_type": "qwen3_moe",
+        "norm_topk_prob": True,
+        "mrope_interleaved": True,
+    },
+    "qwen3_5_text": {"mrope_interleaved": True},
+    "qwen3_5_moe_text": {"mrope_interleaved": True},
 }
-"""`model_type` of a text part that is no decoder's -> the keys with which a decoder computes the
-same."""
+"""`model_type` of a text part -> the keys with which a decoder computes the same. That of a decoder
+keeps its `model_type`."""
 
 KIMI_TEXTS = frozenset({"kimi_k2", "deepseek_v3"})
 WRAPPERS: dict[str, frozenset[str]] = {

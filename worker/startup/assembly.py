@@ -30,6 +30,7 @@ from worker.device.timing import StartupTiming
 from worker.errors import UnusableModel
 from worker.kernels.base import Kernels
 from worker.kernels.fastest import fastest
+from worker.kernels.number_types import NumberTypes, number_types
 from worker.kernels.select import ChooseKernels, select_kernels
 from worker.kv.budget import in_gib
 from worker.kv.cache import PagedCache
@@ -47,7 +48,7 @@ from worker.spec.architectures import (
 )
 from worker.spec.kv_blocks import check_chunks
 from worker.spec.model_spec import ModelSpec
-from worker.spec.step_limits import StepLimits, step_limits
+from worker.spec.step_limits import StepLimits, step_limits, with_whole_runs
 from worker.startup.attention_needs import attention_needs
 from worker.startup.check_device import unused_gpu
 from worker.startup.encoding import (
@@ -65,7 +66,7 @@ from worker.startup.warm_up import warm_up
 from worker.step.decode_fast_path import PlainDecode
 from worker.step.decode_graph import CudaGraphs
 from worker.step.runner import Runner
-from worker.vision.support import image_support
+from worker.vision.support import image_support, longest_run
 from worker.vision.tower import ImageTower
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ def assemble(
     if (header := encoder_header(Path(config.model))) is not None:
         return assemble_encoder(config, timing, header, device, on_tokenizer)
     cpu_flags = cpuinfo.cpu_flags()
-    dtype = devices.choose_dtype(config.dtype, device, cpu_flags=cpu_flags)
+    types = number_types(config, is_gpu=device.type != "cpu", cpu_flags=cpu_flags)
+    dtype: torch.dtype = getattr(torch, types.dtype)
     limits = step_limits(config, is_gpu=device.type != "cpu")
     choose = _chooser(config, dtype) if config.world_size == 1 else None  # equal on all ranks
     kernels = select_kernels(config.kernels, device, cpu_flags=cpu_flags, choose=choose)
@@ -99,12 +101,12 @@ def assemble(
     if config.world_size > 1:
         with timing("meet the other ranks"):
             group = _group(config, dtype, device, kernels)
-    loaded, draft, head = _load(config, timing, dtype, device, kernels, on_tokenizer, group)
+    loaded, draft, head = _load(config, timing, types, device, kernels, on_tokenizer, group)
     _check_caches(config, loaded, draft)
     attentions_of = partial(_attentions, config, dtype, device)
     if not loaded.card.generates:
         return assemble_vectors(config, timing, loaded, attentions_of([loaded])[0], dtype, device)
-    images = _load_images(config, loaded, device, timing)
+    images, limits = _load_images(config, loaded, limits, device, timing)
     adapters, infos = load_adapters(config, loaded.spec, dtype, device, timing)
     with timing("reserve memory"):
         limits = _fitting_limits(config, loaded, limits, device)
@@ -118,7 +120,7 @@ def assemble(
         warm_up(parts.runner(memory.slots_of_one(device), caches), caches, memory.max_len)
     decode = None if group else _captured_decode(config, timing, parts, memory.slots, caches)
     malloc.keep_pages()  # after loading, so that its temporary memory has been returned
-    _log_model(loaded, device, memory, limits)
+    _log_model(loaded, types, device, memory, limits)
     ready = WorkerReady(
         model=_card(config, loaded, images),
         max_len=memory.max_len,
@@ -159,22 +161,50 @@ class ServedImages:
     @property
     def num_bytes(self) -> int:
         """The size of the rows that are kept."""
-        return 0 if self.tower is None else FLOAT_BYTES * self.tower.hidden * self.num_rows
+        return 0 if self.tower is None else FLOAT_BYTES * self.tower.row_items * self.num_rows
 
 
 def _load_images(
-    config: WorkerConfig, loaded: LoadedModel, device: torch.device, timing: StartupTiming
-) -> ServedImages:
-    """Load the encoder of the model's images, if there is one."""
-    path = Path(config.model)
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    limits: StepLimits,
+    device: torch.device,
+    timing: StartupTiming,
+) -> tuple[ServedImages, StepLimits]:
+    """Load the encoder of the model's images, if there is one. Return the images, and limits whose
+    steps have room for an image if that is computed as a whole."""
+    path, spec = Path(config.model), loaded.spec
     support = image_support(path, device=device.type, world_size=config.world_size)
-    if support is None or support.reason or not isinstance(loaded.spec, ModelSpec):
-        return ServedImages(support)
+    if support is None or not isinstance(spec, ModelSpec):
+        return ServedImages(support), limits
+    reason = support.reason
+    if not reason and support.needs_grid and not spec.has_rope_axes:
+        reason = "config.json of this model has no mrope_section that fits its heads"
+    if not reason and spec.sees_whole_runs:
+        longest = longest_run(path)
+        roomy = with_whole_runs(limits, config, longest)
+        if roomy is None:
+            reason = (
+                f"an image of this model is computed in one step of {longest:,} tokens: serve with "
+                f"--token-budget {longest + limits.max_slots - 1}, or more"
+            )
+        elif roomy.token_budget > limits.token_budget:
+            limits = roomy
+            log.info(
+                "a step has up to %d tokens, because it computes an image as a whole",
+                roomy.token_budget,
+            )
+    if reason:
+        log.info("requests with images are refused: %s", reason)
+        return ServedImages(msgspec.structs.replace(support, reason=reason)), limits
     with timing("load the image encoder"):
-        tower = ImageTower.load(path, loaded.spec.hidden)
-    num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.hidden)
+        tower = ImageTower.load(path, spec.hidden)
+    num_rows = (config.image_cache_mib << 20) // (FLOAT_BYTES * tower.row_items)
     log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
-    return ServedImages(msgspec.structs.replace(support, max_tokens=num_rows), tower, num_rows)
+    support = msgspec.structs.replace(
+        support, max_tokens=num_rows, sees_whole_runs=spec.sees_whole_runs
+    )
+    return ServedImages(support, tower, num_rows), limits
 
 
 def _card(config: WorkerConfig, loaded: LoadedModel, images: ServedImages) -> ModelCard:
@@ -193,14 +223,19 @@ def _device(config: WorkerConfig) -> torch.device:
 
 
 def _log_model(
-    loaded: LoadedModel, device: torch.device, memory: ReservedMemory, limits: StepLimits
+    loaded: LoadedModel,
+    types: NumberTypes,
+    device: torch.device,
+    memory: ReservedMemory,
+    limits: StepLimits,
 ) -> None:
     log.info(
-        "model %s dtype=%s rounded=%s device=%s kernels=%s weights=%d MiB threads=%d blocks=%d%s "
-        "max_len=%d%s",
+        "model %s dtype=%s rounded=%s (%s) device=%s kernels=%s weights=%d MiB threads=%d "
+        "blocks=%d%s max_len=%d%s",
         loaded.card.name,
         loaded.card.dtype,
         ",".join(loaded.rounded) or "none",
+        types.reason,
         device,
         loaded.model.kernels.name,
         loaded.card.weights_bytes >> 20,
@@ -278,7 +313,7 @@ def _chooser(config: WorkerConfig, dtype: torch.dtype) -> ChooseKernels | None:
 def _load(
     config: WorkerConfig,
     timing: StartupTiming,
-    dtype: torch.dtype,
+    types: NumberTypes,
     device: torch.device,
     kernels: Kernels,
     on_tokenizer: Callable[[TokenizerRead], object],
@@ -286,6 +321,7 @@ def _load(
 ) -> tuple[LoadedModel, LoadedModel | None, LoadedHead | None]:
     """Return the model, and its draft model or its head for drafts, if one is configured. Every
     rank of a group has a share of the model, and all of the draft model."""
+    dtype: torch.dtype = getattr(torch, types.dtype)
     load = partial(
         load_model,
         dtype=dtype,
@@ -293,7 +329,8 @@ def _load(
         kernels=kernels,
         weights=config.weights,
         activations=config.activations,
-        kv_dtype=config.kv_dtype,
+        rounds_floats=types.rounds_floats,
+        kv_dtype=types.kv_dtype,
         pooling=config.pooling,
         measurements=Path(config.measurements) if config.measurements else None,
     )
@@ -312,6 +349,7 @@ def _load(
                 device=device,
                 weights=config.weights,
                 activations=config.activations,
+                rounds_floats=types.rounds_floats,
             )
         return loaded, None, head
     if not config.draft_model:

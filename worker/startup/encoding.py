@@ -16,12 +16,13 @@ from protocol.engine.model_card import ModelCard
 from protocol.wire.arrays import Int32
 from protocol.worker.steps import EncodePlan, TokenizerRead, WorkerReady
 from worker.attention.base import Attention
-from worker.device import cpuinfo, machine, malloc
+from worker.device import cpuinfo, malloc
 from worker.device.timing import StartupTiming
 from worker.encoders.decoder import DecoderVectors
 from worker.encoders.header import EncoderHeader
 from worker.encoders.runner import EncoderModel, EncodeRunner
 from worker.errors import UnusableModel
+from worker.kernels.number_types import number_types
 from worker.kv.checkpoint_memory import CheckpointMemory
 from worker.loading.decoder import LoadedModel
 from worker.loading.encoder import load_encoder
@@ -61,8 +62,8 @@ def assemble_encoder(
     check_options(config)
     header = header.with_pooling(config.pooling)
     is_gpu = device.type != "cpu"
-    usual = machine.dtype_name(config.dtype, is_gpu=is_gpu, cpu_flags=cpuinfo.cpu_flags())
-    dtype: torch.dtype = getattr(torch, dtype_of(config, header, usual, is_gpu=is_gpu))
+    usual = number_types(config, is_gpu=is_gpu, cpu_flags=cpuinfo.cpu_flags())
+    dtype: torch.dtype = getattr(torch, dtype_of(config, header, usual.dtype, is_gpu=is_gpu))
     on_tokenizer(tokenizer_read(header))
     with timing("load weights"):
         loaded = load_encoder(header, dtype=dtype, device=device)

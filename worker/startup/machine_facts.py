@@ -13,11 +13,13 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.config.worker import WorkerConfig
 from protocol.process.quick_exit import quick_exit
 from protocol.tools.start_facts import MachineFacts
 from worker.device import environment, machine
 from worker.device.cpuinfo import cpu_flags
 from worker.device.cuda_driver import read_driver
+from worker.kernels.number_types import number_types
 
 SPEED_FLAGS = frozenset(
     {"avx2", "fma", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}
@@ -36,7 +38,7 @@ def machine_facts(libraries: Path) -> MachineFacts:
 
     device = devices.choose_device("auto")
     flags = cpu_flags()
-    dtype = devices.choose_dtype("auto", device, cpu_flags=flags)
+    types = number_types(WorkerConfig(model=""), is_gpu=device.type != "cpu", cpu_flags=flags)
     cores, quota = machine.allowed_cores(), machine.cpu_quota()
     build, driver = machine.torch_build(), read_driver(environment.visible_devices())
     problem, remedy = (driver.gpus and gpu_problem(build, driver)) or ("", "")
@@ -45,7 +47,7 @@ def machine_facts(libraries: Path) -> MachineFacts:
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         device_id=devices.identity_of(device) or "",
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=types.dtype,
         cpu=machine.cpu_model(),
         cpu_flags=sorted(flags & SPEED_FLAGS),
         cores=cores,

@@ -316,19 +316,17 @@ def _table_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
 def _plain_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
     """Return the bytes of a matrix whose numbers are never quantised."""
     if _can_pack(matrix, model):
-        return _packed_bytes([(DENSE_FORMATS[dtype], matrix.rows)], matrix.columns)
+        plain = _plain_format(matrix.parts, model, dtype)
+        return _packed_bytes([(plain, matrix.rows)], matrix.columns)
     return matrix.rows * matrix.columns * DTYPE_BYTES[dtype]
 
 
 def _matrix_bytes(matrix: FusedMatrix, model: PlannedModel, dtype: str) -> int:
     if not _can_pack(matrix, model):
         return matrix.rows * matrix.columns * DTYPE_BYTES[dtype]
-    plain = DENSE_FORMATS[dtype]
-    parts = [
-        (_block_format(run[0], model, plain), sum(part.rows for part in run)) for run in matrix.runs
-    ]
+    parts = [(_format_of(run, model, dtype), sum(part.rows for part in run)) for run in matrix.runs]
     if not _packed_kinds(matrix, model):  # one part
-        parts = [(plain, matrix.rows)]
+        parts = [(_plain_format(matrix.parts, model, dtype), matrix.rows)]
     return _packed_bytes(parts, matrix.columns)
 
 
@@ -347,12 +345,20 @@ def _packed_kinds(matrix: FusedMatrix, model: PlannedModel) -> set[str]:
     return kinds & STORED_AS.keys() if _can_pack(matrix, model) else set()
 
 
-def _block_format(part: MatrixPart, model: PlannedModel, plain: int) -> int:
-    """Return the packed format of a part; `plain` if it does not stay quantised."""
-    kind = model.kinds[part.weight]
-    if kind not in STORED_AS or part.is_transposed:
-        return plain
+def _format_of(run: Sequence[MatrixPart], model: PlannedModel, dtype: str) -> int:
+    """Return the packed format of parts of one tensor."""
+    kind = model.kinds[run[0].weight]
+    if kind not in STORED_AS or run[0].is_transposed:
+        return _plain_format(run, model, dtype)
     return sizes.BLOCK_FORMATS[STORED_AS[kind]]
+
+
+def _plain_format(parts: Sequence[MatrixPart], model: PlannedModel, dtype: str) -> int:
+    """Return the packed format of parts that do not stay quantised. Numbers of bfloat16 are not
+    widened. The worker finds further ones in files of float32, so this may be more than it takes.
+    """
+    is_narrow = all(model.kinds[part.weight] == "BF16" for part in parts)
+    return DENSE_FORMATS["bfloat16" if is_narrow else dtype]
 
 
 def expanded_kinds(model: AnyPlanned) -> set[str]:

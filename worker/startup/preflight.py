@@ -35,7 +35,8 @@ from worker.device.cpuinfo import cpu_flags
 from worker.device.environment import visible_devices
 from worker.encoders.header import EncoderHeader
 from worker.errors import REMEDY, NotEnoughMemory, UnusableModel
-from worker.kernels.library import is_compiled, runnable
+from worker.kernels.library import first_compiled, selected
+from worker.kernels.number_types import number_types
 from worker.loading.draft_header import read_draft_head
 from worker.loading.header import (
     AnyHeader,
@@ -123,8 +124,9 @@ def _plan(
     check_attention_option(config.attention, is_cpu=device.name == CPU)
     flags = cpu_flags()
     has_kernels = has_compiled_kernels(config, device.name, flags)
-    dtype = machine.dtype_name(config.dtype, is_gpu=device.name != CPU, cpu_flags=flags)
-    extra = extra_bytes(config, header, dtype, is_gpu=device.name != CPU)
+    is_gpu = device.name != CPU
+    dtype, kv_dtype, *_ = number_types(config, is_gpu=is_gpu, cpu_flags=flags)
+    extra = extra_bytes(config, header, dtype, is_gpu=is_gpu)
     free = device.free_bytes if free_bytes is None else free_bytes
     free -= taken[device.name] + extra
     if device.name == CPU:  # shared with the ranks that follow
@@ -138,7 +140,7 @@ def _plan(
         assert isinstance(models[0], PlannedModel)
         models.append(PlannedModel(header.name, head.tensors, head.kinds, models[0].is_packed))
     return plan_memory(
-        config,
+        replace(config, kv_dtype=kv_dtype),
         models,
         device=device.name,
         dtype=dtype,
@@ -163,13 +165,13 @@ def _plan_encoder(
     if isinstance(header, ModelHeader):
         has_kernels = has_compiled_kernels(config, device.name, flags)
         planned = _planned(header, config, 0, 1, has_kernels=has_kernels)
-    usual = machine.dtype_name(config.dtype, is_gpu=is_gpu, cpu_flags=flags)
+    usual = number_types(config, is_gpu=is_gpu, cpu_flags=flags)
     return plan_encoder(
         config,
         header,
         planned,
         device=device.name,
-        dtype=dtype_of(config, header, usual, is_gpu=is_gpu),
+        dtype=dtype_of(config, header, usual.dtype, is_gpu=is_gpu),
         free_bytes=(device.free_bytes if free_bytes is None else free_bytes) - taken[device.name],
     )
 
@@ -210,18 +212,19 @@ def has_compiled_kernels(config: WorkerConfig, device: str, flags: frozenset[str
     kernels are not available."""
     if device != CPU or config.kernels == "torch":
         return False
-    sets = [each for each in runnable(flags) if config.kernels in ("auto", each.name)]
+    sets = selected(config.kernels, flags)
     if not sets:
         raise UnusableModel(
             f"this processor cannot run kernels {config.kernels!r}",
             remedy="serve with --kernels auto",
         )
-    if not is_compiled(sets) and config.kernels != "auto":
+    is_compiled = first_compiled(sets) is not None
+    if not is_compiled and config.kernels != "auto":
         raise UnusableModel(
             f"kernels {config.kernels!r} are not compiled",
             remedy="reinstall with a C++ compiler, or serve with --kernels auto",
         )
-    return is_compiled(sets)
+    return is_compiled
 
 
 def main() -> int:

@@ -123,7 +123,10 @@ def reserve_memory(
     caches = make_caches(budget.num_blocks, SharedMemory(num_bytes) if is_shared else None)
     columns = -(-budget.max_len // config.block_tokens)
     num_blocks = columns * num_column_blocks(groups)
-    fields = slot_fields(budget.max_len, num_blocks, loaded.spec.state_items, parts.head_hidden)
+    spec = loaded.spec
+    fields = slot_fields(
+        budget.max_len, num_blocks, spec.state_items, parts.head_hidden, spec.has_rope_axes
+    )
     others = [*parts.weights, caches, parts.attentions, parts.adapters]
     sizes, states = (limits.max_slots, checkpoints), None
     if checkpoints and is_shared:

@@ -28,6 +28,7 @@ from worker.models.decoder import DecoderModel
 from worker.models.whole_step import PassMemory, WholePass
 from worker.sampling.native_sampling import CHOSEN, sampler_struct
 from worker.sampling.sampler import TokenChoice
+from worker.slots.fields import ROPE_SHIFT
 from worker.slots.table import SlotTable
 
 NO_ADAPTERS = structs.CStepAdapters()
@@ -105,6 +106,7 @@ class DecodeFastPath:
         self._slots = slots
         self._cache = cache
         self._call: DecodeCall | None = None
+        self._shifts = address(slots[ROPE_SHIFT]) if ROPE_SHIFT in slots.fields else None
 
     @classmethod
     def for_model(
@@ -132,6 +134,7 @@ class DecodeFastPath:
         self._whole.use_cache(self._cache)
         step.slots, step.starts = slots.ctypes.data, starts.ctypes.data
         step.forward.adapters = NO_ADAPTERS if adapters is None else adapters.struct
+        step.rope_shifts = self._shifts if table.images else None
         choice = _no_choice(count) if choose else None
         step.tokens, step.finite = (
             (None, None) if choice is None else map(address, (choice.tokens, choice.finite))

@@ -93,6 +93,7 @@ class Runner:
         self._model = model
         #: Digest -> the rows of an image that is encoded.
         self.image_rows: dict[str, Tensor] = {}
+        self._sees_whole_runs = isinstance(model, DecoderModel) and model.spec.sees_whole_runs
         self._slots = slots
         self._cache = cache
         self._attention = attention
@@ -130,7 +131,12 @@ class Runner:
             adapters = self.adapters.for_rows(self._slots, rows.slots, rows.counts)
             images = None
             if self._slots.images:
-                images = step_images(rows, self._slots.images, self.image_rows)
+                images = step_images(
+                    rows,
+                    self._slots.images,
+                    self.image_rows,
+                    sees_whole_runs=self._sees_whole_runs,
+                )
             decode = None if images is not None else self._decode_for(plan, rows, adapters)
             if decode is not None:
                 sampled = self._run_decode(decode, rows, adapters, plan, receive_masks)

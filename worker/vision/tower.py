@@ -26,14 +26,22 @@ from worker.vision.support import shrunk_text
 class ImageTower:
     """The image encoder of one model.
 
-    hidden      numbers of a row
+    hidden      size of the model's hidden states
+    num_added   how many layers of the model add to the hidden states of an image (DeepStack)
     num_bytes   size of its weights
     """
 
     def __init__(self, model: Any, hidden: int) -> None:
         self._model = model
         self.hidden = hidden
+        layers = getattr(model.config.vision_config, "deepstack_visual_indexes", None)
+        self.num_added = len(layers or ())
         self.num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+
+    @property
+    def row_items(self) -> int:
+        """Return how many numbers are kept of a row."""
+        return (1 + self.num_added) * self.hidden
 
     @classmethod
     def load(cls, path: Path, hidden: int) -> ImageTower:
@@ -60,8 +68,10 @@ class ImageTower:
 
     @torch.inference_mode()
     def encode(self, digest: str, tensors: Sequence[AttachedTensor], num_rows: int) -> Tensor:
-        """Return the rows [num_rows, hidden] float32 of one image. Raises ValueError if its tensors
-        do not fit the encoder, are not those of the digest, or make another number of rows."""
+        """Return the rows [num_rows, 1 + num_added, hidden] float32 of one image: what stands in
+        place of embeddings, and what each of the first layers adds. Raises ValueError if the
+        tensors do not fit the encoder, are not those of the digest, or make another number of
+        rows."""
         if attachment_digest(tensors) != digest:
             raise ValueError("the image's tensors are not those of its digest")
         inputs = {tensor.name: _tensor(tensor) for tensor in tensors}
@@ -69,10 +79,11 @@ class ImageTower:
             made = self._model.get_image_features(**inputs)
         except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
             raise ValueError(f"the image's tensors do not fit the encoder: {error}") from error
-        rows = _joined(made).reshape(-1, self.hidden).float().contiguous()
-        if len(rows) != num_rows:
-            raise ValueError(f"the image has {len(rows):,} tokens; expected {num_rows:,}")
-        return rows
+        added = (getattr(made, "deepstack_features", None) or []) if self.num_added else []
+        parts = [_joined(part).reshape(-1, self.hidden).float() for part in (made, *added)]
+        if len(parts[0]) != num_rows:
+            raise ValueError(f"the image has {len(parts[0]):,} tokens; expected {num_rows:,}")
+        return torch.stack(parts, 1)
 
 
 def _joined(made: Any) -> Tensor:

@@ -173,7 +173,7 @@ def properties_of(model: ServedModel, defaults: SamplingParams) -> Properties:
         total_slots=model.limits.max_slots,
         model_alias=model.names[0],
         model_path=model.names[0],
-        modalities={"vision": False, "audio": False},
+        modalities={"vision": not model.renderer.image_refusal, "audio": False},
         chat_template=card.chat_template or "",
         bos_token=_piece(model.tokenizer, [card.bos_token_id]),
         eos_token=_piece(model.tokenizer, card.eos_token_ids),

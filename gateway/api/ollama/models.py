@@ -141,5 +141,6 @@ def _capabilities(facts: ListedModel) -> list[str]:
         "tools": output_format is not None and output_format.tools is not None,
         "thinking": output_format is not None and output_format.reasoning is not None,
         "insert": bool(facts.fills_in_middle),
+        "vision": facts.image_refusal == "",
     }
     return [name for name, value in has.items() if value]

@@ -225,8 +225,8 @@ class ShownModel(msgspec.Struct, frozen=True, kw_only=True):
 
     parameters    lines with a name and a value: the length of the context, sampling defaults
     template      the chat template, in Jinja
-    capabilities  those of completion, embedding, tools, thinking, insert (fill in the middle) that
-                  the model has
+    capabilities  those of completion, embedding, tools, thinking, insert (fill in the middle) and
+                  vision that the model has
     """
 
     modelfile: str

@@ -118,6 +118,16 @@ class StateFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_checkpoints: int
 
 
+class ImageInput(msgspec.Struct, frozen=True):
+    """Whether a model reads images.
+
+    why  why they are refused; "" if they are accepted
+    """
+
+    accepted: bool
+    why: str
+
+
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A served model.
 
@@ -133,6 +143,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     formats    absent if the model has not been loaded yet
     fill_in_middle  whether the model can write the text between a prefix and a suffix; absent if
                the model has not been loaded yet
+    images     absent if the model has not been loaded yet
     """
 
     id: str
@@ -150,6 +161,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     states: StateFacts | UnsetType = UNSET
     formats: Formats | UnsetType = UNSET
     fill_in_middle: bool | UnsetType = UNSET
+    images: ImageInput | UnsetType = UNSET
 
 
 class Sleeping(msgspec.Struct, frozen=True):
@@ -309,7 +321,7 @@ def _model(facts: ListedModel, name: str) -> ModelEntry:
         formats = Formats(
             tools=output_format.tools, reasoning=output_format.reasoning, why=output_format.why
         )
-    encoding = facts.card.encoding
+    encoding, refusal = facts.card.encoding, facts.image_refusal
     return ModelEntry(
         id=name,
         object="model",
@@ -326,6 +338,7 @@ def _model(facts: ListedModel, name: str) -> ModelEntry:
         states=_states(facts.limits),
         formats=formats,
         fill_in_middle=UNSET if facts.fills_in_middle is None else facts.fills_in_middle,
+        images=UNSET if refusal is None else ImageInput(accepted=not refusal, why=refusal),
     )
 
 

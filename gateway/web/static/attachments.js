@@ -1,17 +1,20 @@
-// The files that the user adds to the next message: chosen, dropped or pasted. They are sent as text.
+// The files that the user adds to the next message: chosen, dropped or pasted. Images are sent as images, and
+// all other files as text.
 
 import { getJson } from "./api.js";
 import { fill, h, icon, iconButton } from "./dom.js";
 import { readText } from "./file-text.js";
+import { isImage, readImage } from "./image-file.js";
 
-/** The list of files above the message. Each entry: { name, text, tokens, problem }; `text` is null while
- * the file is read, and `tokens` until they are counted. `problem`: why the model cannot read it, or "". */
+/** The list of files above the message. Each entry: { name, text, tokens, problem }, or for an image
+ * { name, image, problem }, where `image` is a { url, width, height }. `text` and `image` are null while the
+ * file is read, and `tokens` until they are counted. `problem`: why the model cannot read it, or "". */
 export class Attachments {
   /**
    * model        returns the entry of GET /v1/models that the next message is sent to, or null
    * showProblem  shows an Error; null: there is none
    * onChange     is called when a file was added or removed
-   * keep         keeps the files that have been read, [{ name, text }], until they are sent
+   * keep         keeps the files that have been read, as `contentOf` returns them, until they are sent
    */
   constructor({ model, showProblem, onChange, keep }) {
     this.model = model;
@@ -52,9 +55,12 @@ export class Attachments {
       this.add(event.dataTransfer.files);
     });
     on(input, "paste", (event) => {
-      if (!event.clipboardData.files.length) return;
+      const { files, types } = event.clipboardData;
+      // Office programs copy a picture of the text beside it.
+      const isText = types.includes("text/html") && types.includes("text/plain");
+      if (!files.length || isText) return;
       event.preventDefault();
-      this.add(event.clipboardData.files);
+      this.add(files);
     });
   }
 
@@ -65,11 +71,14 @@ export class Attachments {
   }
 
   async addOne(file) {
-    const entry = { name: file.name, text: null, tokens: null, problem: "" };
+    const entry = isImage(file)
+      ? { name: file.name, image: null, problem: "" }
+      : { name: file.name, text: null, tokens: null, problem: "" };
     this.entries.push(entry);
     this.draw();
     try {
-      entry.text = await readText(file);
+      if ("image" in entry) entry.image = await readImage(file);
+      else entry.text = await readText(file);
     } catch (error) {
       this.remove(entry);
       this.showProblem(error);
@@ -77,7 +86,7 @@ export class Attachments {
     }
     if (!this.entries.includes(entry)) return; // removed, or another conversation was opened
     this.keepRead();
-    await this.count(entry);
+    await this.check(entry);
   }
 
   remove(entry) {
@@ -87,20 +96,30 @@ export class Attachments {
   }
 
   keepRead() {
-    const read = this.entries.filter(({ text }) => text !== null);
-    this.keep(read.map(({ name, text }) => ({ name, text })));
+    this.keep(this.entries.filter(isRead).map(contentOf));
   }
 
-  /** Show the files that were kept for a conversation, [{ name, text }]. */
+  /** Show the files that were kept for a conversation. */
   show(files) {
-    this.entries = files.map(({ name, text }) => ({ name, text, tokens: null, problem: "" }));
+    this.entries = files.map((file) => ({ ...contentOf(file), tokens: null, problem: "" }));
     this.draw();
-    this.recount();
+    this.checkAll();
   }
 
-  /** Count the tokens of all files again, because another model was chosen, or the first one is known. */
-  recount() {
-    for (const entry of this.entries) if (entry.text !== null) this.count(entry);
+  /** Check all files again, because another model was chosen, or the first one is known. */
+  checkAll() {
+    const label = this.model()?.images?.accepted ? "Add files or images" : "Add files";
+    this.button.title = label;
+    this.button.setAttribute("aria-label", label);
+    for (const entry of this.entries) if (isRead(entry)) this.check(entry);
+  }
+
+  /** Find out whether the model can read a file. */
+  async check(entry) {
+    if (!entry.image) return this.count(entry);
+    const images = this.model()?.images;
+    entry.problem = images?.accepted === false ? `${entry.name} cannot be sent: ${images.why}.` : "";
+    this.draw();
   }
 
   /** Count the tokens of a file, and find out whether the model's context has room for them. */
@@ -129,13 +148,16 @@ export class Attachments {
     }
   }
 
-  /** Return the files to send: [{ name, text, tokens }]. Raises Error if one cannot be sent. */
+  /** Return the files to send: [{ name, text, tokens }] or [{ name, image }]. Raises Error if one cannot be
+   * sent. */
   ready() {
-    for (const { name, text, problem } of this.entries) {
-      if (text === null) throw new Error(`${name} is still being read.`);
-      if (problem) throw new Error(problem);
+    for (const entry of this.entries) {
+      if (!isRead(entry)) throw new Error(`${entry.name} is still being read.`);
+      if (entry.problem) throw new Error(entry.problem);
     }
-    return this.entries.map(({ name, text, tokens }) => ({ name, text, tokens }));
+    return this.entries.map((entry) =>
+      entry.image ? contentOf(entry) : { ...contentOf(entry), tokens: entry.tokens },
+    );
   }
 
   draw() {
@@ -145,7 +167,7 @@ export class Attachments {
         h(
           "li",
           { class: entry.problem ? "file too-long" : "file", title: entry.problem || null },
-          icon("file"),
+          entry.image ? h("img", { src: entry.image.url, alt: "" }) : icon("file"),
           h("span", { class: "name" }, entry.name),
           h("span", { class: "muted" }, sizeOf(entry)),
           iconButton("close", `Remove ${entry.name}`, () => this.remove(entry)),
@@ -156,8 +178,17 @@ export class Attachments {
   }
 }
 
-function sizeOf({ text, tokens, problem }) {
-  if (text === null) return "reading …";
+const isRead = ({ text, image }) => Boolean(image) || typeof text === "string";
+
+/** Return what is kept of a file: { name, text } or { name, image }. */
+function contentOf({ name, text, image }) {
+  return image ? { name, image } : { name, text };
+}
+
+function sizeOf(entry) {
+  if (!isRead(entry)) return "reading …";
+  const { image, tokens, problem } = entry;
+  if (image) return problem ? "not read by this model" : `${image.width} × ${image.height}`;
   if (problem && tokens === null) return "too long";
   return tokens === null ? "" : tokensInWords(tokens);
 }

@@ -301,7 +301,7 @@ class ChatTab {
     const { conversation } = this;
     conversation.model = this.menu.choose(conversation.model) || conversation.model;
     this.settings.show(conversation.settings, this.modelEntry());
-    this.files.recount();
+    this.files.checkAll();
     this.drawEmpty();
   }
 

@@ -127,8 +127,12 @@ class UserView {
   }
 }
 
-/** Return a file of a message, whose text is shown when it is opened. */
-function fileView({ name, text, tokens }) {
+/** Return a file of a message: an image, or a text that is shown when it is opened. */
+function fileView({ name, text, image, tokens }) {
+  if (image) {
+    const { url: src, width, height } = image;
+    return h("img", { class: "picture", src, width, height, alt: name, title: name });
+  }
   const size = tokens === null ? null : h("span", { class: "muted" }, tokensInWords(tokens));
   const summary = h("summary", {}, icon("file"), h("span", { class: "name" }, name), size);
   const view = h("details", { class: "file" }, summary);

@@ -77,7 +77,7 @@ export function streamed(body) {
 /** Return the messages of a conversation in the shape of the API. */
 export function apiMessages(messages) {
   return messages.map(({ role, content, reasoning, calls, callId, files }) => {
-    if (role === "user") return { role, content: withFiles(content, files) };
+    if (role === "user") return { role, content: userContent(content, files) };
     if (role === "tool") return { role, tool_call_id: callId, content };
     if (role !== "assistant" || !calls?.length) return { role, content };
     const tool_calls = calls.map(({ id, name, args }) => ({
@@ -88,6 +88,20 @@ export function apiMessages(messages) {
     // A model that reasons between its calls needs what it thought before them.
     return { role, content: content || null, tool_calls, ...(reasoning ? { reasoning } : {}) };
   });
+}
+
+/** Return the content of a message with files: a text, or parts if some files are images. */
+function userContent(content, files = []) {
+  const text = withFiles(
+    content,
+    files.filter(({ image }) => !image),
+  );
+  const images = files.filter(({ image }) => image);
+  if (!images.length) return text;
+  return [
+    ...images.map(({ image }) => ({ type: "image_url", image_url: { url: image.url } })),
+    ...(text ? [{ type: "text", text }] : []),
+  ];
 }
 
 /** Return a text with files ({ name, text }) before it. Each has its name, and a fence that is longer than

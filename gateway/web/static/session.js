@@ -49,8 +49,8 @@ class Chats extends EventTarget {
     return this.running.has(conversation.id);
   }
 
-  /** Add a message of the user, with files ({ name, text, tokens }), and answer it. Raises Error if the
-   * settings are invalid. */
+  /** Add a message of the user, with files ({ name, text, tokens } or { name, image }), and answer it. Raises
+   * Error if the settings are invalid. */
   send(conversation, text, files = []) {
     this.check(conversation);
     conversation.title ||= titleOf(text || files[0].name);

@@ -78,7 +78,7 @@ export class ConversationStore {
 }
 
 /** Return what was prepared in this browser tab for a conversation, but not sent: its text, and its files
- * as [{ name, text }]. */
+ * as [{ name, text }] or [{ name, image }]. */
 export function readDraft(id) {
   return { text: readKept(DRAFTS)[id] ?? "", files: draftFiles.get(id) ?? readKept(DRAFT_FILES)[id] ?? [] };
 }

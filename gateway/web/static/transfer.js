@@ -72,6 +72,14 @@ const token = shape(
   { token: text, logprob: number },
   { top_logprobs: list(shape({ token: text, logprob: number })) },
 );
+const picture = shape({
+  url: kind("a data: URL of an image", (value) => /^data:image\//.test(value)),
+  width: number,
+  height: number,
+});
+const TEXT_FILE = shape({ name: text, text }, { tokens: orNull(number) });
+const IMAGE_FILE = shape({ name: text, image: picture });
+const file = (value, path) => (value?.image ? IMAGE_FILE : TEXT_FILE)(value, path);
 const MESSAGE = shape(
   {
     id: text,
@@ -89,7 +97,7 @@ const MESSAGE = shape(
     ...{ tokens: number, tokensBefore: number, firstMs: number, lastMs: number, tookMs: number },
     ...{ isLoading: truth, hasLoaded: truth, tokenIds: list(number), logprobs: list(token) },
     ...{ warnings: list(text), ignored: list(text) },
-    files: list(shape({ name: text, text }, { tokens: orNull(number) })),
+    files: list(file),
     calls: list(shape({ id: text, name: text, args: text })),
     usage: shape({ prompt_tokens: number }, { prompt_tokens_details: orNull(object) }),
     timings: shape({}, { predicted_per_second: orNull(number), first_token_ms: orNull(number) }),

@@ -59,6 +59,7 @@ export const STAGES = {
   grammar: "compiling its grammar",
   queued: "in the queue",
   fetching: "fetching K/V",
+  encoding: "waiting for an image",
   prefill: "computing the prompt",
   decode: "answering",
   preempted: "preempted",

@@ -3,8 +3,6 @@ much, or are damaged, are refused with their path, and the next image is read as
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from io import BytesIO
@@ -12,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import Image
 
-from gateway.images.limits import MAX_PIXELS
-from gateway.images.reader import ImageReader, ImageTimes, ProcessedImage
+from gateway.images.limits import MAX_FETCH_S, MAX_PROCESS_S
+from gateway.images.memory import ProcessedImage
+from gateway.images.reader import ImageReader, ImageTimes
 from gateway.images.settings import ProcessorSettings
 from gateway.images.source import ImageSource
-from protocol.wire.errors import InvalidImage
+from protocol.wire.errors import InvalidImage, Overloaded
+from tests.support.hostile_images import HOSTILE, animation, metadata, saved
 from tests.support.image_models import picture
 
 pytestmark = pytest.mark.long
@@ -53,47 +53,8 @@ def pixels(image: ProcessedImage) -> Any:
     return np.frombuffer(image.tensors[0].data.data, np.float32)
 
 
-def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def opened(data: bytes) -> Image.Image:
     return Image.open(BytesIO(data))
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def png_header(width: int, height: int) -> bytes:
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head)
-
-
-def png_bomb() -> bytes:
-    """Return a PNG of 4 GB in less than 30 kB."""
-    compressor = zlib.compressobj(9)
-    data = b"".join(compressor.compress(bytes(1 << 20)) for _ in range(24)) + compressor.flush()
-    return png_header(40_000, 35_000) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-
-
-def webp_bomb() -> bytes:
-    size = (16_382).to_bytes(3, "little")
-    head = b"VP8X" + struct.pack("<I", 10) + bytes(4) + size + size
-    return b"RIFF" + struct.pack("<I", 4 + len(head)) + b"WEBP" + head
-
-
-def animation(num_frames: int) -> bytes:
-    frames = [Image.new("RGB", (64, 64), (each % 256, 0, 0)) for each in range(num_frames)]
-    return saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
-
-
-def png_with_text(num_bytes: int) -> bytes:
-    info = PngImagePlugin.PngInfo()
-    info.add_text("comment", "x" * num_bytes, zip=True)
-    return saved(opened(picture(60, 60)), "PNG", pnginfo=info)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP"])
@@ -147,37 +108,19 @@ def test_only_the_first_frame_of_an_animation_is_read(reader: ImageReader) -> No
     assert np.array_equal(pixels(found), pixels(read(reader, animation(1))))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"exif": b"Exif\0\0junk" * 99}, {"icc_profile": b"\0junk" * 99}, {"comment": b"x" * 9999}],
-    ids=["exif", "icc", "comment"],
-)
+@pytest.mark.parametrize("options", metadata(), ids=["exif", "icc", "comment"])
 def test_damaged_metadata_is_ignored(reader: ImageReader, options: dict[str, bytes]) -> None:
     image = opened(picture(60, 80))
     plain, junk = saved(image, "JPEG"), saved(image, "JPEG", **options)
     assert np.array_equal(pixels(read(reader, junk)), pixels(read(reader, plain)))
 
 
-ATTACKS = {
-    "a PNG of 4 GB": (png_bomb(), "40,000 x 35,000 pixels are too many"),
-    "a WebP of 1 GB": (webp_bomb(), "16,383 x 16,383 pixels are too many"),
-    "a long side": (png_header(MAX_PIXELS, 1) + chunk(b"IDAT", b""), "pixels are too many"),
-    "text that unpacks to 32 MB": (png_with_text(32 << 20), "too large"),
-    "a PNG without pixels": (png_header(60, 60) + chunk(b"IDAT", b""), "cannot be decoded"),
-    "half of a JPEG": (picture(600, 400, kind="JPEG")[:4000], "truncated"),
-    "half of a PNG": (picture(600, 400)[:900], "cannot be decoded"),
-    "an empty PNG": (png_header(0, 60), "not an image"),
-    "a TIFF": (saved(Image.new("RGB", (60, 60)), "TIFF"), "not an image in a supported format"),
-    "an SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not an image"),
-    "a page": (b"<html>", "not an image"),
-    "zeros": (bytes(1 << 16), "not an image"),
-    "a narrow strip": (picture(2000, 4), "aspect ratio"),
-}
+REFUSED = HOSTILE | {"a narrow strip": (picture(2000, 4), "aspect ratio")}
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_costly_or_damaged_image_is_refused(reader: ImageReader, name: str) -> None:
-    data, why = ATTACKS[name]
+    data, why = REFUSED[name]
     with pytest.raises(InvalidImage, match=why) as refused:
         read(reader, data)
     assert refused.value.param == PARAM
@@ -193,11 +136,33 @@ def test_an_image_is_processed_once(reader: ImageReader) -> None:
     assert found[0] is found[1] is again[0]
 
 
-def test_the_cache_drops_the_least_recently_used_images() -> None:
-    sources = [ImageSource(PARAM, data=picture(90, 90, seed)) for seed in range(3)]
-    with closing(ImageReader(NoUrls(), offload=lambda work: work(), cache_bytes=500_000)) as small:
-        times = ImageTimes()
-        size = small.read(sources[:1], SETTINGS, times)[0].num_bytes
-        assert 2 * size < 500_000 < 3 * size
-        small.read([sources[1], sources[0], sources[2], sources[0], sources[1]], SETTINGS, times)
-    assert times.num_hits == 2
+@pytest.fixture(scope="module")
+def small() -> Iterator[ImageReader]:
+    """Yield a reader with memory for two images of 90 x 90 pixels."""
+    with closing(ImageReader(NoUrls(), offload=lambda work: work(), max_bytes=500_000)) as found:
+        yield found
+
+
+def test_images_of_open_requests_share_a_limit_of_memory(small: ImageReader) -> None:
+    sources = [ImageSource(f"[{seed}]", data=picture(90, 90, seed)) for seed in range(4)]
+    first = small.read(sources[:2], SETTINGS, ImageTimes())
+    assert small.memory.num_bytes == sum(each.num_bytes for each in first)
+    with pytest.raises(Overloaded, match="the images of open requests"):
+        small.read(sources[2:3], SETTINGS, ImageTimes())
+    assert len(small.read([*sources[:2], sources[0]], SETTINGS, ImageTimes())) == 3
+    del first
+    with pytest.raises(InvalidImage, match="more than 0 MiB") as refused:
+        small.read(sources, SETTINGS, ImageTimes())
+    assert refused.value.param == "[2]"
+    del refused
+    assert len(small.read(sources[2:], SETTINGS, ImageTimes())) == 2
+
+
+def test_the_images_of_a_request_share_a_limit_of_time(small: ImageReader) -> None:
+    source = ImageSource("[1]", data=picture(90, 90, 9))
+    with pytest.raises(InvalidImage, match="took 61 s to decode and preprocess") as refused:
+        small.read([source], SETTINGS, ImageTimes(preprocess_s=MAX_PROCESS_S + 1))
+    assert refused.value.param == "[1]"
+    url = ImageSource("[1]", url="http://example.com/")
+    with pytest.raises(InvalidImage, match="took 31 s to load"):
+        small.read([url], SETTINGS, ImageTimes(fetch_s=MAX_FETCH_S + 1))

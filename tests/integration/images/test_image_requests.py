@@ -15,6 +15,8 @@ from tests.support.gateway_process import GatewayProcess
 from tests.support.http import metrics_of
 from tests.support.image_models import SMOLVLM, picture
 from tests.support.scripted_engine import ScriptedEngine, scripted_card
+from tests.torture.attacks import send
+from tests.torture.images import IMAGE_ATTACKS, LOCAL_HOSTS
 
 pytestmark = pytest.mark.long
 
@@ -24,6 +26,17 @@ BAD = "data:image/png;base64,AAAA"
 PART = {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}
 BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
 ASK = {"type": "text", "text": "What is this?"}
+
+
+ATTACKS = (
+    "half of a JPEG",
+    "10,000 images",
+    "deep data: URLs",
+    "the metadata of a cloud",
+    "this machine",
+    "another host",
+    "a file",
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +49,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]
 
 @pytest.fixture(scope="module")
 def gateway(engine: ScriptedEngine) -> Iterator[GatewayProcess]:
-    with GatewayProcess(engine=engine.address, tried_tokenizer="") as running:
+    with GatewayProcess(
+        engine=engine.address, tried_tokenizer="", image_urls=[*LOCAL_HOSTS]
+    ) as running:
         running.await_ready()
         yield running
 
@@ -216,6 +231,13 @@ def test_a_marker_in_a_text_is_no_image(gateway: GatewayProcess, engine: Scripte
     (image,) = engine.generates[0].attachments
     pad = SMOLVLM.card().images.token_id  # type: ignore[union-attr]
     assert engine.generates[0].prompt.tolist().count(pad) == image.num_tokens + 2
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_refused_with_its_field(gateway: GatewayProcess, name: str) -> None:
+    """`make torture` sends all of tests/torture/images.py, to a whole server."""
+    send(IMAGE_ATTACKS[name], 2, gateway.port, "")
+    assert chat(gateway, PART).ok
 
 
 def test_counts_include_the_tokens_of_images(gateway: GatewayProcess) -> None:

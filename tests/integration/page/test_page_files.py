@@ -110,10 +110,10 @@ def test_files_that_are_not_sent_survive_a_reload_and_stay_with_their_conversati
     page.locator(".conversations .title").first.click()
     files.get_by_text("4 tokens").wait_for()
     page.get_by_role("button", name="Send").click()
-    files.locator(".file").wait_for(state="detached")
-    page.reload()
-    await_answer(page, "Hello, world!")
+    page.locator(".message.answer[aria-busy=false]").nth(1).wait_for()
     assert 'File "notes.txt":' in prompt_of(engine)
+    page.reload()
+    page.locator(".message.answer").first.get_by_text("Hello, world!").wait_for()
     assert files.locator(".file").count() == 0
 
 

@@ -189,6 +189,14 @@ WRONG = {
         changed(lambda d: d["conversations"][0]["messages"][0].update(role="system")),
         "conversations[0].messages[0].role must be one of user, assistant, tool.",
     ),
+    "an image elsewhere": (
+        changed(
+            lambda d: d["conversations"][0]["messages"][0].update(
+                files=[{"name": "a", "image": {"url": "https://a/b", "width": 1, "height": 1}}]
+            )
+        ),
+        "conversations[0].messages[0].files[0].image.url must be a data: URL of an image.",
+    ),
     "a text": (
         changed(lambda d: d["conversations"][0]["messages"][1].update(content=None)),
         "conversations[0].messages[1].content must be a text.",

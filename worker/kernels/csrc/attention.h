@@ -30,6 +30,7 @@ constexpr int MAX_GROUP = 128;
 struct Rows {
     const int64_t *row_starts, *context_lens, *block_table;
     int64_t num_rows, num_decodes, table_width, block_tokens;
+    const int64_t *seen_ends; // [T]: a token sees the keys before this one of its row; null: those up to itself
 };
 
 // How a layer turns products of queries and keys into scores, and which keys its queries see.
@@ -38,6 +39,7 @@ struct Scoring {
     double soft_cap; // scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
     int64_t window;  // a query sees this many last keys, its own included; 0: all
     const float *sinks; // [H]: a score of each head that joins the softmax without a value; null: none
+    int64_t sees_runs;  // whether `seen_ends` applies
 
     // Returns the first key that the query at position `last` sees.
     INLINE int64_t first_key(int64_t last) const {

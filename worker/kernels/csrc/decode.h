@@ -59,7 +59,7 @@ struct DecodeRows {
         pass.positions = d.starts;
         if (d.rope_shifts) pass.rope_positions = rope_positions.data();
         pass.slot_mapping = slot_mapping.data();
-        pass.rows = {row_starts.data(), context_lens.data(), block_table.data(), count, count, width, size};
+        pass.rows = {row_starts.data(), context_lens.data(), block_table.data(), count, count, width, size, nullptr};
     }
 
     // Appends the place of a row's token in block `entry` of its column, and these blocks of all columns.

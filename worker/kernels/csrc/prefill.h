@@ -81,6 +81,8 @@ void prefill_item(const Attend<N, S> &a, const Rows &rows, const Item &item, int
     const int64_t queries = tokens * group;
     const int64_t whole = (queries + QUERIES_AT_ONCE - 1) / QUERIES_AT_ONCE * QUERIES_AT_ONCE;
     const int64_t before = rows.context_lens[item.row] - left; // keys that precede the item
+    const int64_t *ends = a.scoring.sees_runs && rows.seen_ends ? rows.seen_ends + item.first : nullptr;
+    const int64_t stop_key = ends ? *std::max_element(ends, ends + tokens) : before + tokens; // no query sees it
     s.fit(whole, dim);
     for (int64_t t = 0; t < tokens; t++)
         convert_row(a.q + (item.first + t) * a.q_stride + kv_head * group * dim,
@@ -88,19 +90,21 @@ void prefill_item(const Attend<N, S> &a, const Rows &rows, const Item &item, int
     const typename Dots<N>::Query *values[TILE_KEYS];
     for (int j = 0; j < TILE_KEYS; j++) values[j] = s.values + j * dim;
     const int64_t start = a.scoring.first_key(before); // the first key that any query sees
-    for (int64_t tile = start / TILE_KEYS * TILE_KEYS; tile < before + tokens; tile += TILE_KEYS) {
+    for (int64_t tile = start / TILE_KEYS * TILE_KEYS; tile < stop_key; tile += TILE_KEYS) {
         if (tile % PIECE == 0) end_piece(s, queries, dim);
         const int64_t first = start > tile ? start - tile : 0;
-        const int64_t count = before + tokens - tile < TILE_KEYS ? before + tokens - tile : TILE_KEYS;
+        const int64_t count = stop_key - tile < TILE_KEYS ? stop_key - tile : TILE_KEYS;
         load_tile(a, rows, item.row, kv_head, tile, first, count, s);
         for (int64_t query = 0; query < whole; query += QUERIES_AT_ONCE) {
             // Query i sees the keys of the tile from from[i] to to[i] - 1; padding sees none.
             int64_t from[QUERIES_AT_ONCE], to[QUERIES_AT_ONCE], least = TILE_KEYS, most = 0;
             for (int i = 0; i < QUERIES_AT_ONCE; i++) {
-                const int64_t last = query + i < queries ? before + (query + i) / group : -1;
+                const int64_t token = (query + i) / group;
+                const int64_t last = query + i < queries ? before + token : -1;
+                const int64_t end = last >= 0 && ends ? ends[token] : last + 1;
                 const int64_t visible = a.scoring.first_key(last) - tile;
                 from[i] = visible > 0 ? visible : 0;
-                to[i] = last + 1 - tile < count ? last + 1 - tile : count;
+                to[i] = end - tile < count ? end - tile : count;
                 if (from[i] >= to[i]) continue;
                 least = from[i] < least ? from[i] : least;
                 most = to[i] > most ? to[i] : most;

@@ -37,7 +37,7 @@ def read_gemma2(config: ConfigFields) -> ModelSpec:
 
 def read_gemma3(config: ConfigFields) -> ModelSpec:
     """Return the model that a config of Gemma 3 describes. Its `attn_logit_softcapping` is not
-    used, as in transformers."""
+    used, as in transformers. In all layers, the tokens of an image see each other."""
     pattern = every(config.integer("sliding_window_pattern"))
     ropes = {
         SLIDING: layered_rope_config(
@@ -47,7 +47,7 @@ def read_gemma3(config: ConfigFields) -> ModelSpec:
             config, config.head_dim, FULL, theta="rope_theta", default_theta=1e6
         ),
     }
-    return _model(config, pattern, ropes, qk_norm="head")
+    return _model(config, pattern, ropes, qk_norm="head", sees_whole_runs=True)
 
 
 def _model(
