@@ -58,20 +58,26 @@ template <int64_t FORMAT> struct GroupInPlace {
     static constexpr bool MINIMA = T.has_minima;
     static constexpr int BLOCKS = T.blocks;
     typedef QuadBlock<BLOCKS, greatest_of(T)> Block;
+    static constexpr bool SIGNED = MULTIPLIES_SIGNED && Block::PLANES == 2; // one product instead of two
     const uint8_t *header, *group;
 
     INLINE GroupInPlace(const GroupRun &run, int64_t g)
         : header(header_at(FORMAT, run.panel, run.first + g)), group(group_at(FORMAT, run.panel, run.first + g)) {}
 
-    // Returns word `w` of a block for outputs o, ...: of the lower nibbles in plane 0, of the higher in plane 1.
+    // Returns word `w` of a block for outputs o, ...: its signed bytes, or those of one plane with the offset added: the
+    // lower nibbles in plane 0, the higher in plane 1.
     INLINE Words quad(int b, int plane, int w, int o) const {
         const int word = b * Block::WORDS + w;
         const uint8_t *words = group + scales_bytes(FORMAT) + o * 4;
         if constexpr (T.bits == 4) {
             const Words nibbles = load_as<Words>(words + word / 2 * PANEL * 4) >> word % 2 * 4 & 0x0f0f0f0f;
             if constexpr (T.nibbles == THEMSELVES) return nibbles;
+            else if constexpr (SIGNED) return looked_up(INTEGERS[T.nibbles], nibbles);
             else return in_plane(plane, looked_up(OFFSET_INTEGERS<FORMAT>.of, nibbles));
-        } else return in_plane(plane, load_as<Words>(words + word * PANEL * 4) ^ quad_offset(T) * 0x01010101u);
+        } else {
+            const Words bytes = load_as<Words>(words + word * PANEL * 4);
+            return SIGNED ? bytes : in_plane(plane, bytes ^ quad_offset(T) * 0x01010101u);
+        }
     }
     static INLINE Words in_plane(int plane, Words bytes) {
         return Block::PLANES == 1 ? bytes : bytes >> 4 * plane & 0x0f0f0f0f;
@@ -85,13 +91,14 @@ template <int NUM_BLOCKS, bool HAS_MINIMA, int GREATEST> struct GroupUnpacked {
     static constexpr bool MINIMA = HAS_MINIMA;
     static constexpr int BLOCKS = NUM_BLOCKS;
     typedef QuadBlock<BLOCKS, GREATEST> Block;
+    static constexpr bool SIGNED = false;
     const Unpacked &unpacked;
     const int64_t g;
 
     INLINE GroupUnpacked(const GroupRun &run, int64_t g) : unpacked(*run.unpacked), g(g) {}
 
     INLINE Words quad(int b, int plane, int w, int o) const {
-        const int64_t word = (g * Block::PLANES + plane) * GROUP / 4 + b * Block::WORDS + w;
+        const int64_t word = (g * Block::PLANES + plane) * (GROUP / 4) + b * Block::WORDS + w;
         return load_as<Words>((const Quad *)unpacked.weights + word * PANEL + o);
     }
     INLINE Scaling scaling(int b, int o) const { return unpacked.scaling<MINIMA>(g, b, o); }
@@ -120,6 +127,18 @@ INLINE void multiply_quads(const G &group, int b, int o, const uint8_t *const (&
     auto word_of_x = [&](int m, int k) __attribute__((always_inline)) {
         return load_as<uint32_t>(x[m] + (b * K::WORDS + k) * 4);
     };
+    if constexpr (G::SIGNED) {
+#pragma GCC unroll 8
+        for (int k = 0; k < K::WORDS; k++) {
+            SignedWords across[VECTORS];
+            for (int j = 0; j < VECTORS; j++) across[j] = signed_words(group.quad(b, 0, k, o + j * LANES));
+            for (int m = 0; m < ROWS; m++)
+                for (int j = 0; j < VECTORS; j++)
+                    total[m][j] = add_products(total[m][j], across[j], word_of_x(m, k));
+            forget_memory();
+        }
+        return;
+    }
     for (int p = 0; p < K::PLANES; p++)
         for (int first = 0; first < K::WORDS; first += K::DEPTH) {
             QuadSums part[ROWS][VECTORS] = {};
@@ -162,8 +181,9 @@ template <int ROWS, class G> INLINE void multiply_groups(const IntegerTile &tile
                     for (int m = 0; m < ROWS; m++) {
                         const int64_t block = (tile.at[m] + g) * BLOCKS + b;
                         // Formats with minima have no negative integers, and so no offset.
-                        const Ints whole =
-                            G::MINIMA ? total[m][j] : total[m][j] - offset * x.totals[BLOCKS - 1][block];
+                        const Ints whole = G::MINIMA || G::SIGNED
+                                               ? total[m][j]
+                                               : total[m][j] - offset * x.totals[BLOCKS - 1][block];
                         const Floats scale = scaling.scale * x.scales[tile.at[m] + g];
                         sums[m][j] = fused(scale, __builtin_convertvector(whole, Floats), sums[m][j]);
                         if (G::MINIMA)

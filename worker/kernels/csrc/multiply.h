@@ -99,4 +99,24 @@ INLINE QuadSums add_products(QuadSums sums, Words weights, uint32_t x) {
 INLINE Ints in_32_bits(QuadSums sums, int factor) { return sums * factor; }
 #endif
 
+// Signed bytes, and their magnitudes. A product with the magnitude of a weight, of x with the sign of the weight, needs
+// no offset that makes weights positive, with which a sum of two products would exceed MOST_SHORT.
+struct SignedWords {
+    Words words, magnitudes;
+};
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool MULTIPLIES_SIGNED = true;
+static_assert(2 * 128 * 127 <= MOST_SHORT); // a sum of two products
+INLINE SignedWords signed_words(Words words) { return {words, (Words)_mm256_abs_epi8((__m256i)words)}; }
+INLINE Ints add_products(Ints sums, const SignedWords &weights, uint32_t x) {
+    const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32((int)x), (__m256i)weights.words);
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights.magnitudes, signed_x);
+    return sums + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+#else
+constexpr bool MULTIPLIES_SIGNED = false;
+INLINE SignedWords signed_words(Words words) { return {words, words}; }
+INLINE Ints add_products(Ints sums, const SignedWords &, uint32_t) { return sums; }
+#endif
+
 } // namespace

@@ -39,40 +39,26 @@ INLINE uint16_t minus_eight(uint16_t scale) {
 
 // ---- Integers of a row of a group.
 
-// Writes 32 integers of BITS bits as the row's words of a group.
-template <int BITS> INLINE void put_fields(const uint8_t *from, uint8_t *integers, int64_t row) {
-    constexpr int EACH = 32 / BITS, WHOLE = EACH * BITS; // WHOLE: columns that are in a single word
-    uint32_t word[BITS] = {};
-    if constexpr (BITS == 4)
-        for (int k = 0; k < GROUP; k++)
-            word[k / 8] |= (uint32_t)from[k] << (4 * (k / 2 % 4) + 16 * (k % 2));
-    else if constexpr (BITS == 8)
-        for (int k = 0; k < GROUP; k++)
-            word[quad_index(k) / 4] |= (uint32_t)from[k] << (quad_index(k) % 4 * 8);
-    else
-        for (int k = 0; k < WHOLE; k++) word[k / EACH] |= (uint32_t)from[k] << (k % EACH * BITS);
-    // If a word has two bits left, column 30 + c gets those of one word (3 bits) or two (5 and 6 bits). Its
-    // highest bits are in the last word (3 and 5 bits: bit 30 + c) or in a third word (6 bits).
-    constexpr int LOWS = (BITS - 1) / 2, FROM = BITS == 6 ? 3 : LOWS;
-    for (int c = 0; c < GROUP - WHOLE; c++) {
-        const uint32_t value = from[WHOLE + c];
-        for (int i = 0; i < LOWS; i++) word[c * FROM + i] |= (value >> (2 * i) & 3) << 30;
-        const uint32_t high = value >> (2 * LOWS);
-        if (BITS == 6) word[c * FROM + 2] |= high << 30;
-        else word[BITS - 1] |= high << (30 + c);
-    }
-    for (int j = 0; j < BITS; j++) memcpy(integers + (j * PANEL + row) * 4, word + j, 4);
-}
-
+// Writes 32 integers of a format as the row's words of a group. Signed ones have as many bits as the format.
 INLINE void put_integers(int64_t format, const uint8_t *from, uint8_t *integers, int64_t row) {
-    switch (TRAITS[format].bits) {
-    case 2: return put_fields<2>(from, integers, row);
-    case 3: return put_fields<3>(from, integers, row);
-    case 4: return put_fields<4>(from, integers, row);
-    case 5: return put_fields<5>(from, integers, row);
-    case 6: return put_fields<6>(from, integers, row);
-    case 8: return put_fields<8>(from, integers, row);
+    const Traits &traits = TRAITS[format];
+    uint32_t words[GROUP / 4] = {};
+    for (int k = 0; k < GROUP; k++) {
+        const int quad = quad_index(k) / 4, byte = quad_index(k) % 4 * 8;
+        if (traits.bits == 8) {
+            words[quad] |= (uint32_t)from[k] << byte;
+            continue;
+        }
+        // The sum with the offset is the integer with its highest bit flipped.
+        uint32_t left = from[k] ^ (traits.bits == 4 ? 0u : (uint32_t)offset_of(traits));
+        uint32_t *plane = words;
+        for (const int bits : {4, 2, 1}) {
+            if (!(traits.bits & bits)) continue;
+            plane[quad * bits / 8] |= (left & ((1u << bits) - 1)) << (byte + quad * bits % 8);
+            left >>= bits, plane += bits;
+        }
     }
+    for (int j = 0; j < traits.bits; j++) memcpy(integers + (j * PANEL + row) * 4, words + j, 4);
 }
 
 // ---- Blocks of 32 weights.

@@ -23,13 +23,12 @@
 // In formats with units, SPAN groups follow a header: 32 units f16 and, in Q2K, Q4K and Q5K, 32 steps f16.
 // Q2K, Q3K and Q6K have a scale, and Q2K a minimum, for each half of a group.
 //
-// Integers are stored in 32-bit words, words [j][output], so one shift and one mask extract a column, or a
-// pair of neighbouring columns, for all outputs.
-// - Nibbles: the lower half of a word holds even columns, the upper half odd ones. Nibble s of half h of
-//   word j is column 2 (4 j + s) + h.
-// - B = 2, 3, 5, 6 or 8 bits: each of B words holds 32 / B columns, lowest bits first. If two top bits of
-//   the words are left, they hold columns 30 and 31: see put_fields in pack.h. With 8 bits, each 8 columns
-//   are in QUAD_ORDER.
+// Integers are stored in 32-bit words, words [j][output], so that few operations extract four columns for all outputs:
+// a quad, a word of four bytes. The 8 quads of a group hold its columns in QUAD_ORDER.
+// - 8 bits: the words are the quads.
+// - Fewer bits are cut into planes: their lower four bits, the two bits above, if the number of bits contains a 2, and the
+//   bit above, if it is odd. A word of a plane of b bits holds the bits of 8 / b quads: bits s b, ... of each byte are those
+//   of quad s. The words of the planes follow one another. Of signed integers, the sum with the offset is stored.
 //
 // The scales, minima and integers are those of GGUF's blocks, in another order.
 #pragma once
@@ -44,7 +43,7 @@ constexpr int MAX_PARTS = 5; // queries, keys, values, and what decays and gates
 enum Format : int64_t { Q4, Q8, BF16, F32, Q5, Q5M, Q3K, Q4K, Q5K, Q6K, Q2K, I4, I4K, F4 };
 
 // The order in which bytes of 8 neighbouring columns are stored, and in which a multiplication of integers
-// reads them: two words of four. So one shift and mask of a word of nibbles gives a word of bytes.
+// reads them: two words of four. So one shift and mask of a word of nibbles gives a pair of columns, too.
 constexpr int QUAD_ORDER[] = {0, 4, 1, 5, 2, 6, 3, 7};
 // Returns the index of a column's byte in QUAD_ORDER.
 constexpr int quad_index(int column) { return column / 8 * 8 + column % 4 * 2 + column / 4 % 2; }

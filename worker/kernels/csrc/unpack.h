@@ -34,27 +34,31 @@ struct Unpacked {
 
 // ---- Integers.
 
-// Returns column `column` of fields of BITS bits (packed.h), from their words.
+// Returns the bits of quad `quad` in a plane of BITS bits, whose words are given, in bits `to`, ... of each byte.
+template <int BITS> INLINE Words in_plane(const Words *words, int quad, int to) {
+    const Words word = words[quad * BITS / 8];
+    const int from = quad * BITS % 8;
+    const uint32_t mask = 0x01010101u * (((1 << BITS) - 1) << to);
+    return (from >= to ? word >> (from - to) : word << (to - from)) & mask;
+}
+
+// Returns quad `quad` of the words of a group with BITS bits, as unsigned bytes: signed integers of less than 8 bits with
+// their offset.
+template <int BITS> INLINE Words quad_of(const Words (&word)[BITS], int quad) {
+    if constexpr (BITS == 8) return word[quad];
+    Words bytes{};
+    if constexpr (BITS & 4) bytes = in_plane<4>(word, quad, 0);
+    if constexpr (BITS & 2) bytes |= in_plane<2>(word + (BITS & 4), quad, BITS & 4);
+    if constexpr (BITS & 1) bytes |= in_plane<1>(word + (BITS & 6), quad, BITS & 6);
+    return bytes;
+}
+
+// Returns column `column` of a group with BITS bits, from its words.
 template <int BITS, bool IS_SIGNED> INLINE Ints field(const Words (&word)[BITS], int column) {
-    constexpr int EACH = 32 / BITS, WHOLE = EACH * BITS;
-    if (BITS == 8) column = quad_index(column);
-    if (column < WHOLE) {
-        const Words w = word[column / EACH];
-        const int first = column % EACH * BITS;
-        if (IS_SIGNED) return (Ints)(w << (32 - BITS - first)) >> (32 - BITS);
-        return (Ints)((w >> first) & ((1u << BITS) - 1));
-    }
-    // The lower bits are the two top bits of some words. The higher bits come from the word `top`, shifted
-    // so that they are its highest.
-    constexpr int LOW = (BITS - 1) / 2 * 2; // 2 or 4 lower bits, of 3, 5 or 6
-    const int c = column - WHOLE;
-    const int first = BITS == 6 ? 3 * c : c * (BITS / 2);
-    Words low = word[first] >> 30;
-    if (LOW == 4) low |= (word[first + 1] >> 28) & 12;
-    const Words top = BITS == 6 ? word[first + 2] : word[BITS - 1] << (1 - c);
-    constexpr int SHIFT = 32 - BITS;
-    if (IS_SIGNED) return (((Ints)top >> SHIFT) & ~((1 << LOW) - 1)) | (Ints)low;
-    return (Ints)(((top >> SHIFT) & ~((1u << LOW) - 1)) | low);
+    const Words quad = quad_of(word, quad_index(column) / 4);
+    const int first = quad_index(column) % 4 * 8;
+    if (BITS == 8 && IS_SIGNED) return (Ints)(quad << (24 - first)) >> 24;
+    return (Ints)(quad >> first & 0xff) - (IS_SIGNED ? 1 << (BITS - 1) : 0);
 }
 
 // Stores outputs o, ... of columns 2 p and 2 p + 1, integers of at most 8 bits, in the type of `to`.
@@ -192,24 +196,18 @@ template <int64_t FORMAT> constexpr OffsetIntegers<FORMAT> OFFSET_INTEGERS{};
 
 template <int64_t FORMAT> INLINE void unpack_quads(const uint8_t *from, Quad *to) {
     constexpr Traits T = TRAITS[FORMAT];
-    constexpr int PLANES = planes_of(greatest_of(T)), OFFSET = quad_offset(T);
+    constexpr int PLANES = planes_of(greatest_of(T));
+    constexpr uint32_t ONES = 0x01010101u, SIGNS = 0x80808080u;
     for (int o = 0; o < PANEL; o += LANES) {
         Words word[T.bits];
         for (int j = 0; j < T.bits; j++) word[j] = load_as<Words>(from + (j * PANEL + o) * 4);
 #pragma GCC unroll 8
         for (int w = 0; w < GROUP / 4; w++) {
-            Words bytes = {};
-            if constexpr (T.bits == 4) {
-                bytes = word[w / 2] >> w % 2 * 4 & 0x0f0f0f0f;
-                if constexpr (T.nibbles != THEMSELVES) bytes = looked_up(OFFSET_INTEGERS<FORMAT>.of, bytes);
-            } else if constexpr (T.bits == 8) bytes = word[w] ^ OFFSET * 0x01010101u;
-            else
-                for (int i = 0; i < 4; i++) {
-                    const int column = w / 2 * 8 + QUAD_ORDER[w % 2 * 4 + i];
-                    if constexpr (SIGNED_QUADS)
-                        bytes |= ((Words)field<T.bits, T.is_signed>(word, column) & 0xff) << 8 * i;
-                    else bytes |= ((Words)field<T.bits, false>(word, column) ^ (uint32_t)OFFSET) << 8 * i;
-                }
+            Words bytes = quad_of(word, w);
+            if constexpr (T.nibbles != THEMSELVES) bytes = looked_up(OFFSET_INTEGERS<FORMAT>.of, bytes);
+            else if constexpr (T.bits == 8) bytes ^= quad_offset(T) * ONES;
+            else if constexpr (SIGNED_QUADS && T.is_signed) // no byte borrows from the next one
+                bytes = ((bytes | SIGNS) - offset_of(T) * ONES) ^ SIGNS;
             store_quad<PLANES>(to, w, o, bytes);
         }
     }
