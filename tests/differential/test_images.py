@@ -372,7 +372,7 @@ def test_drafts_change_no_answer(tiny: TinyVision) -> None:
     check(engine.logprobs(number), expected)
 
 
-@pytest.mark.parametrize("architecture", WHOLE_RUNS)
+@pytest.mark.parametrize("architecture", sorted(WHOLE_RUNS))
 def test_torch_computes_images_as_a_whole(
     architecture: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
