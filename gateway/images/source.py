@@ -27,6 +27,8 @@ DETAILS = ("auto", "low", "high", "original")
 """Values of `detail`, which has no effect: the model's own settings decide about the resolution."""
 _DATA = "data:"
 _BLANKS = b" \t\n\r\v\f"
+_MAX_HEAD_CHARS = 512
+"""Most characters of a data: URL before its content."""
 _PIECE_CHARS = 1 << 20
 """Characters that are decoded at a time, a multiple of 4. Other threads run in between."""
 
@@ -175,9 +177,10 @@ def decoded_bytes(source: ImageSource) -> bytes:
         return source.data
     text = source.base64
     if source.url:
-        head, comma, text = source.url.partition(",")
-        media_type, *options = head[len(_DATA) :].split(";")
-        if not comma or not options or options[-1].strip().lower() != "base64":
+        comma = source.url.find(",", 0, _MAX_HEAD_CHARS)
+        media_type, *options = source.url[len(_DATA) : max(comma, 0)].split(";")
+        text = source.url[comma + 1 :]
+        if not options or options[-1].strip().lower() != "base64":
             raise InvalidImage.at(
                 source.param, "a data: URL must be data:<media type>;base64,<image in base64>"
             )

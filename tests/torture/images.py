@@ -93,7 +93,7 @@ IMAGE_ATTACKS: dict[str, Attack] = {
         lambda: [data_url(black_png(1, 1))] * 10_000, f"at most {MAX_IMAGES} images"
     ),
     "deep data: URLs": of_url("data:" * (ROOM // 5), "data:<media type>;base64,"),
-    "options of a data: URL": of_url(f"data:image/png{';x' * (ROOM // 2)};base64,AA==", "format"),
+    "options of a data: URL": of_url(f"data:image/png{';x' * (ROOM // 2)};base64,AA==", "must be"),
     "a long media type": of_url(f"data:image/{'x' * (ROOM - 99)};base64,AA==", "must be"),
     "no base64": of_url(f"data:image/png;base64,{'!' * (ROOM - 99)}", "not valid base64"),
     "no ASCII": of_url(f"data:image/png;base64,{'é' * (ROOM // 6 - 99)}", "not ASCII"),
