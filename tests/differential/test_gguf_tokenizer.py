@@ -89,3 +89,15 @@ def test_a_tokenizer_of_gemma_4_encodes_the_same_after_conversion_to_gguf_and_ba
     metadata |= {"model": "gemma4", "unknown_token_id": 3, "add_bos_token": False}
     assert any(" " in merge for merge in metadata["merges"])
     assert_same(rebuilt(metadata), theirs, TEXTS + odd_texts(500, ["<bos>", "<eos>"]))
+
+
+def test_of_equal_tokens_the_first_one_is_used() -> None:
+    names = {
+        "model": "gpt2",
+        "tokens": ["a", "b", "ab", "a", "ab"],
+        "token_type": [1] * 5,
+        "merges": ["a b"],
+    }
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in names.items()}
+    written = json.loads(tokenizer_json(Fields(metadata, "m.gguf")))
+    assert written["model"]["vocab"] == {"a": 0, "b": 1, "ab": 2}

@@ -81,14 +81,16 @@ def end_tokens(fields: Fields, tokens: Sequence[str]) -> list[int]:
     """Return the ids of the tokens that end an answer: first those that the metadata name, then
     those that are found by their texts. Raises UnusableModel if the metadata name a token outside
     the vocabulary."""
-    ids = {text: index for index, text in reversed(list(enumerate(tokens)))}
+    # Of equal texts, the first one counts. These loops over a vocabulary are a part of each start.
+    ids = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
     infill = infill_tokens(fields, len(tokens))
     named = [token_id(fields, name, len(tokens)) for name in END_KEYS]
     named += [getattr(infill, role) for role in INFILL_END_TEXTS]
     kinds: Any = fields.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         kinds = [None] * len(tokens)
-    texts = [text for text, kind in zip(tokens, kinds, strict=True) if ends_answer(text, kind)]
+    known = [(text, kind) for text, kind in zip(tokens, kinds, strict=True) if text in END_TEXTS]
+    texts = [text for text, kind in known if ends_answer(text, kind)]
     for role, spellings in INFILL_END_TEXTS.items():
         if getattr(infill, role) is None:
             texts += [text for text in spellings if text in ids][:1]

@@ -287,17 +287,19 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: Any) -> Part
 
 def _vocab(tokens: list[str]) -> dict[str, int]:
     """Return token -> id. If tokens are equal, the first one is used."""
-    vocab: dict[str, int] = {}
-    for index, token in enumerate(tokens):
-        vocab.setdefault(token, index)
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(vocab) < len(tokens):
+        for index in range(len(tokens) - 1, -1, -1):
+            vocab[tokens[index]] = index
     return vocab
 
 
 def _check_merges(merges: list[list[str]], vocab: dict[str, int]) -> None:
     """Check that every merge joins two tokens into a third, as the gateway's library requires."""
     for merge in merges:
-        match merge:
-            case [left, right] if left in vocab and right in vocab and left + right in vocab:
+        if len(merge) == 2:
+            left, right = merge
+            if left in vocab and right in vocab and left + right in vocab:
                 continue
         raise UnusableModel(f"merge {' '.join(merge)!r} does not join two tokens into a third")
 

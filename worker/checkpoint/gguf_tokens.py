@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from worker.checkpoint.gguf_roles import ends_answer
+from worker.checkpoint.gguf_roles import END_TEXTS, ends_answer
 from worker.errors import UnusableModel
 from worker.spec.fields import Fields
 
@@ -49,7 +49,7 @@ def added_tokens(tokens: list[str], kinds: list[int]) -> list[Part]:
             "special": kind != USER_DEFINED,
         }
         for index, kind in enumerate(kinds)
-        if ends_answer(tokens[index], kind)
+        if (tokens[index] in END_TEXTS and ends_answer(tokens[index], kind))
         or (kind in (UNKNOWN, CONTROL, USER_DEFINED) and tokens[index])
     ]
 
