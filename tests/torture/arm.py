@@ -8,9 +8,9 @@ emulated processor has this set, and not the better ones. Of tests that have a p
 set, those of this one run.
 
 Python for ARM and its packages are in FOLDER, by default ~/.cache/tidegate-arm (900 MB). The first
-run makes it with apt-get and pip, as a user without rights; Debian's or Ubuntu's sources must have
-the architecture arm64. If a program is missing, the command says so and does nothing. A set takes
-three minutes of one core: one to compile and two to compute.
+run makes it with apt-get and pip, in a few minutes and without rights of an administrator. Debian's
+sources must have the architecture arm64. If a program is missing, the command says so and does
+nothing. A set takes about two minutes of one core.
 """
 
 from __future__ import annotations

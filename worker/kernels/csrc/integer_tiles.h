@@ -70,7 +70,7 @@ template <int64_t FORMAT> struct GroupInPlace {
         const int word = b * Block::WORDS + w;
         const uint8_t *words = group + scales_bytes(FORMAT) + o * 4;
         if constexpr (T.bits == 4) {
-            const Words nibbles = load_as<Words>(words + word / 2 * PANEL * 4) >> word % 2 * 4 & 0x0f0f0f0f;
+            const Words nibbles = nibbles_of(load_as<Words>(words + word / 2 * PANEL * 4), word % 2);
             if constexpr (T.nibbles == THEMSELVES) return nibbles;
             else if constexpr (SIGNED) return looked_up(INTEGERS[T.nibbles], nibbles);
             else return in_plane(plane, looked_up(OFFSET_INTEGERS<FORMAT>.of, nibbles));

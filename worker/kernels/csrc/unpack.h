@@ -166,6 +166,15 @@ INLINE void store_quads(uint8_t *to, const uint32_t *bits) {
     store_as(to, __builtin_convertvector((first & 0xff) | (second & 0xff) << 8, FourHalves));
 }
 
+// Returns the lower nibble of each byte, or the higher.
+INLINE Words nibbles_of(Words bytes, bool higher) {
+#if defined(__aarch64__)
+    return higher ? (Words)((uint8x16_t)bytes >> 4) : bytes & 0x0f0f0f0f; // shifts bytes, so the mask is not needed
+#else
+    return bytes >> higher * 4 & 0x0f0f0f0f;
+#endif
+}
+
 // Returns the planes in which integers up to `greatest` are unpacked. If their products are added in 16 bits,
 // large integers are cut into nibbles: the plane of the lower ones, then of the higher ones.
 constexpr int planes_of(int greatest) {
@@ -203,7 +212,9 @@ template <int64_t FORMAT> INLINE void unpack_quads(const uint8_t *from, Quad *to
         for (int j = 0; j < T.bits; j++) word[j] = load_as<Words>(from + (j * PANEL + o) * 4);
 #pragma GCC unroll 8
         for (int w = 0; w < GROUP / 4; w++) {
-            Words bytes = quad_of(word, w);
+            Words bytes;
+            if constexpr (T.bits == 4) bytes = nibbles_of(word[w / 2], w % 2);
+            else bytes = quad_of(word, w);
             if constexpr (T.nibbles != THEMSELVES) bytes = looked_up(OFFSET_INTEGERS<FORMAT>.of, bytes);
             else if constexpr (T.bits == 8) bytes ^= quad_offset(T) * ONES;
             else if constexpr (SIGNED_QUADS && T.is_signed) // no byte borrows from the next one
@@ -215,7 +226,7 @@ template <int64_t FORMAT> INLINE void unpack_quads(const uint8_t *from, Quad *to
 
 // ---- Scales and minima.
 
-// Loads LANES bytes as integers, signed if IS_SIGNED.
+// Loads LANES bytes as integers, signed if IS_SIGNED. May read 16 bytes: a group's integers follow its scales.
 template <bool IS_SIGNED> INLINE Ints load_bytes(const uint8_t *from) {
 #if defined(__AVX512F__)
     const __m128i bytes = load_as<__m128i>(from);
@@ -224,9 +235,9 @@ template <bool IS_SIGNED> INLINE Ints load_bytes(const uint8_t *from) {
     const __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
     return (Ints)(IS_SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #elif defined(__aarch64__)
-    const uint64_t bytes = load_as<uint32_t>(from);
-    return (Ints)(IS_SIGNED ? vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)bytes)))
-                            : (int32x4_t)vmovl_u16(vget_low_u16(vmovl_u8((uint8x8_t)bytes))));
+    constexpr uint8_t LOWEST[] = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
+    const Ints x = (Ints)vqtbl1q_u8(load_as<uint8x16_t>(from), load_as<uint8x16_t>(LOWEST)); // 255: zero
+    return IS_SIGNED ? x << 24 >> 24 : x;
 #else
     Ints x;
     for (int i = 0; i < LANES; i++) x[i] = IS_SIGNED ? (int8_t)from[i] : from[i];
@@ -254,7 +265,7 @@ template <int64_t FORMAT> INLINE Scaling scaling_of(const uint8_t *header, const
         else if (T.has_minima) minimum = load_bytes<false>(group + PANEL + o);
         Scaling both{unit * __builtin_convertvector(scale, Floats), Floats{}};
         if (T.has_minima)
-            both.minimum = -load_f16((const uint16_t *)header + PANEL + o) * __builtin_convertvector(minimum, Floats);
+            both.minimum = -(load_f16((const uint16_t *)header + PANEL + o) * __builtin_convertvector(minimum, Floats));
         return both;
     }
 }
