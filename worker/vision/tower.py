@@ -43,7 +43,8 @@ class ImageTower:
         self.hidden, self.dtype = hidden, dtype
         layers = getattr(model.config.vision_config, "deepstack_visual_indexes", None)
         self.num_added = len(layers or ())
-        self.num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+        weights = [each for name, each in model.state_dict().items() if is_of_images(name)]
+        self.num_bytes = sum(each.numel() * each.element_size() for each in weights)
 
     @property
     def row_bytes(self) -> int:
