@@ -31,6 +31,7 @@ whose next position is that of an image waits in the same way, until the worker 
 image (images/).
 
 The rest of the budget goes to drafts (drafting.py).
+
 Positions that see each other (requests/whole_runs.py) are computed in one step. If they do not fit
 into what is left of a step, they wait for one in which they are the first chunk.
 
