@@ -94,7 +94,7 @@ def test_a_model_without_attention_has_no_memory_for_kv(tmp_path: Path) -> None:
     assert plan.kv_bytes < 1 << 20
     assert " of weights, no K/V, " in memory_line(found)
     text = " ".join(each.fact for each in findings.model(found))
-    assert "for weights (bfloat16), none for K/V, " in text
+    assert f"for weights ({plan.dtype}), none for K/V, " in text
 
 
 def test_the_plan_is_for_this_machine(tiny: Path) -> None:
