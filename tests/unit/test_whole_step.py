@@ -251,7 +251,7 @@ def test_the_memory_plan_covers_a_mixture_of_experts(dtype: torch.dtype) -> None
     model = random_decoder(spec, native_kernels(), dtype)
     assert model.whole is not None
     planned = PlannedModel(
-        "m", ModelTensors(spec, names_of(ROLES)), defaultdict(lambda: "F32"), is_packed=True
+        "m", ModelTensors(spec, names_of(ROLES)), defaultdict(lambda: "BF16"), is_packed=True
     )
     name = str(dtype).removeprefix("torch.")
     unique = {tensor.data_ptr(): tensor.nbytes for tensor in model.tensors()}
