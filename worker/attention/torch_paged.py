@@ -228,10 +228,11 @@ class TorchPagedAttention:
             end = min(first + TILE_QUERIES, stop)
             device = batch.block_table.device
             last = torch.arange(num_before + first - start, num_before + end - start, device=device)
-            ends = last + 1
+            ends, num_keys = None, num_before + end - start
             if batch.seen_ends is not None:
-                ends = batch.seen_ends[first:end] - first_block * self._block_tokens
-            m = -(-int(ends.max()) // self._block_tokens)
+                seen = batch.seen_ends[first:end] - first_block * self._block_tokens
+                ends, num_keys = upload_one(seen, device), int(seen.max())
+            m = -(-num_keys // self._block_tokens)
             mask = self._mask(last, m * self._block_tokens, window, ends)
             tiles.append(Tile(first, end, m * self._block_tokens, mask))
         num_blocks = -(-context_len // self._block_tokens)
