@@ -347,7 +347,7 @@ def test_a_latent_head_is_stored_once(dtype: torch.dtype) -> None:
     assert keys is values
     assert 5 * block_bytes(3, 4, KVHeads(1, 8, is_latent=True), dtype) == cache.k.nbytes
     assert cache.rows.shape == (3, 5, cache.k[0, 0].nbytes)
-    latents = torch.randn(2, 1, 8, dtype=torch.bfloat16)
+    latents = torch.arange(1, 17, dtype=torch.bfloat16).reshape(2, 1, 8)
     cache.write(1, latents, None, torch.tensor([9, 10]))
     assert (numbers_of(keys, torch.float32).flatten(0, 1)[9:11].flatten().ne(0)).all()
     cache.zero(torch.tensor([2]))
