@@ -90,7 +90,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a page": (b"<html>", "not an image"),
     "zeros": (bytes(1 << 16), "not an image"),
 }
-"""What is refused: name -> (file, a part of the reason)."""
+"""Files that are refused: name -> (content, a part of the reason)."""
 
 
 def metadata() -> Sequence[dict[str, bytes]]:

@@ -61,7 +61,7 @@ class MissingProgram(Exception):
 
 @dataclass(frozen=True)
 class ArmRow:
-    """What the tests of one set printed, and their exit code."""
+    """The result of one set's tests: their output and exit code."""
 
     instructions: InstructionSet
     seconds: float

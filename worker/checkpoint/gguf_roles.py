@@ -81,7 +81,8 @@ def end_tokens(fields: Fields, tokens: Sequence[str]) -> list[int]:
     """Return the ids of the tokens that end an answer: first those that the metadata name, then
     those that are found by their texts. Raises UnusableModel if the metadata name a token outside
     the vocabulary."""
-    # Of equal texts, the first one counts. These loops over a vocabulary are a part of each start.
+    # If two tokens have the same text, the first one is used. A vocabulary is long, so each start
+    # waits for these loops.
     ids = dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
     infill = infill_tokens(fields, len(tokens))
     named = [token_id(fields, name, len(tokens)) for name in END_KEYS]

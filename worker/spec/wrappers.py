@@ -3,8 +3,8 @@
 The config of such a model has the decoder's config under `text_config`. The names of the decoder's
 tensors have a prefix, and the files also hold tensors of the other parts. `text_part` returns the
 config of the decoder alone, and `text_name` the names that its tensors would have there. So
-everything that reads a model's files reads these models, too. A request with an image or with sound
-is refused by the gateway.
+everything that reads a model's files reads these models, too. Of the other parts, only encoders of
+images are used, in some families (worker/vision). A request with sound is refused by the gateway.
 
 In text, all three coordinates of a token in Qwen's M-RoPE are its position, so M-RoPE gives the
 same angles as plain rotary embeddings. The coordinates of images differ (RopeConfig.axes).

@@ -1,5 +1,5 @@
-"""Plans the memory of a model's images by arithmetic alone, without torch: that of the encoder's
-weights, and that of the encoded rows that are kept."""
+"""Plans the memory of a model's images, without torch: the encoder's weights, and the encoded rows
+that are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker.spec.model_spec import ModelSpec
 from worker.vision.support import image_support, is_of_images
 
 FLOAT_BYTES = 4
-"""Size of a weight, and of a number of a row: images are encoded in float32."""
+"""Size of a weight: images are encoded in float32."""
 
 
 def planned_image_bytes(config: WorkerConfig, spec: ModelSpec, *, device: str) -> int:

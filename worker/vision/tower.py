@@ -24,7 +24,7 @@ from worker.vision.support import is_of_images, shrunk_text, tower_key
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights that are not quantised."""
 BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError)
-"""What transformers' classes raise if they cannot read a config.json."""
+"""Exceptions of transformers' classes for a config.json that they cannot read."""
 
 
 class ImageTower:
