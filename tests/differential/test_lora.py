@@ -23,7 +23,9 @@ from tests.support.eager import BLOCK_TOKENS, CPU, EagerStepper, assert_same, ex
 from tests.support.family_models import FULL, MAMBA, MODEL_TYPES, OWN_SIZES, RECURRENT, random_model
 from tests.support.gguf_files import write_gguf
 from tests.support.kernels import FLOAT_NAMES, native_kernels
+from tests.support.replica import load
 from tests.support.same_bits import DENSE, small_model
+from tests.support.wrapper_models import random_wrapper, write_wrapper
 from worker.attention.select import select_attention
 from worker.loading.decoder import LoadedModel, load_model
 from worker.lora.table import StepAdapters
@@ -31,6 +33,7 @@ from worker.lora.targets import find_targets
 from worker.models.compiled import why_not
 from worker.models.whole_step import WholePass
 from worker.spec.model_spec import ModelSpec
+from worker.spec.wrappers import text_name
 
 KERNELS = {"torch": None, "compiled": native_kernels}
 MAX_ERROR = 1e-4
@@ -106,6 +109,25 @@ def test_logprobs_are_those_of_peft_in_chunks_and_token_by_token(
     for steps in [(90,)], [(7,), (1,), (60,), (12,), *[(1,)] * 10]:
         ours = stepper(loaded, [tokens], table, [0]).run(steps)[0]
         assert_same(logprobs(ours), right, MAX_ERROR)
+
+
+@pytest.mark.parametrize("architecture", ["SmolVLM", "Qwen2_5_VL"])
+def test_an_adapter_of_a_whole_model_of_images_changes_its_text_part(
+    tmp_path: Path, architecture: str
+) -> None:
+    """PEFT names its modules as they are called inside the whole model."""
+    kind = {"SmolVLM": "llama", "Qwen2_5_VL": "qwen2_5_vl_text"}[architecture]
+    theirs = random_wrapper(f"{architecture}ForConditionalGeneration", kind)
+    loaded = load(write_wrapper(tmp_path, theirs))
+    ends = ("q_proj", "v_proj", "down_proj")
+    names = [name for name, _ in theirs.named_modules() if name.endswith(ends)]
+    adapted = peft_model(theirs, modules=[name for name in names if text_name(name) is not None])
+    table = table_of(loaded, [write_adapter(tmp_path / "adapter", adapted)])
+    tokens = some_tokens(40)
+    right, plain = (logprobs(expected(model, tokens)) for model in (adapted, theirs))
+    assert (right - plain).abs().max() > 0.1, "the adapter changes the model"
+    ours = stepper(loaded, [tokens], table, [0]).run([(39,), (1,)])[0]
+    assert_same(logprobs(ours), right, MAX_ERROR)
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

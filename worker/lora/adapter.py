@@ -23,6 +23,7 @@ from worker.lora.config import CONFIG, LoraConfig, read_config
 from worker.lora.errors import MissingAdapter, UnusableAdapter
 from worker.lora.targets import Target
 from worker.spec.model_spec import AdaptedLinear
+from worker.spec.wrappers import text_name
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
@@ -216,6 +217,7 @@ def _modules(
     files: SafetensorsFiles, config: LoraConfig, targets: Mapping[str, Target], max_rank: int
 ) -> dict[str, Target]:
     """Return the modules that an adapter changes, by name, after checking all tensors of its file.
+    They may have the names that they have inside a model of images or sound.
 
     Raises UnusableAdapter, naming the tensor, if a tensor is missing, is unknown, or has a wrong
     shape or type, or if a rank exceeds `max_rank`.
@@ -225,12 +227,13 @@ def _modules(
     for name in files.tensors:
         ending = next((end for end in (DOWN, UP) if name.endswith(end)), None)
         module = name.removeprefix(PREFIX).removesuffix(ending or "")
-        if ending is None or module not in targets:
+        target = targets.get(module) or targets.get(text_name(module) or "")
+        if ending is None or target is None:
             raise UnusableAdapter(
                 f"{WEIGHTS}: {name!r:.200} cannot be applied: this server adapts "
                 f"{_kinds(targets)} of this model"
             )
-        found[module] = targets[module]
+        found[module] = target
     if not found:
         raise UnusableAdapter(f"{WEIGHTS} has no tensors")
     for module, target in found.items():
