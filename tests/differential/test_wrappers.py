@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.checkpoints import write_directory
 from tests.support.eager import EagerStepper, assert_same, load, some_tokens
 from tests.support.wrapper_models import CASES, random_wrapper, write_wrapper
 from worker.loading.header import read_header
-from worker.spec.wrappers import WRAPPERS
+from worker.spec.families.registry import find_family
+from worker.spec.wrappers import WRAPPERS, text_part
 
 NUM_TOKENS = 61
 
@@ -87,6 +89,29 @@ def test_a_config_of_an_older_release_has_the_text_part_at_its_top(tmp_path: Pat
     }
     (directory / "config.json").write_text(json.dumps(config))
     check(directory, logits_of(model, tokens), tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("glm4v_text", {"num_attention_heads": 16}), ("glm4v_moe_text", {"head_dim": 128})],
+)
+def test_a_key_that_a_text_part_lacks_has_the_default_of_its_own_class(
+    kind: str, sizes: dict[str, int]
+) -> None:
+    """Others are those of the decoder that computes it."""
+    (architecture,) = (name for name, kinds in WRAPPERS.items() if kinds == {kind})
+    whole = CONFIG_MAPPING[kind](**sizes).to_dict()
+    specs = []
+    for text in ({"model_type": kind, **sizes}, whole):
+        part = text_part({"architectures": [architecture], "text_config": text})
+        assert part is not None
+        specs.append(find_family(part).spec(part))
+    assert specs[0] == specs[1]
+    attention = specs[0].attentions[0]
+    assert attention.rope is not None
+    turned = whole["rope_parameters"].get("partial_rotary_factor", 1.0)
+    assert attention.rope.width == turned * attention.head_dim
+    assert attention.qkv_bias
 
 
 @pytest.mark.parametrize("is_transposed", [True, False])

@@ -22,6 +22,8 @@ from worker.errors import UnusableModel
 
 TEXT_TYPES: dict[str, dict[str, Any]] = {
     "kimi_k2": {"model_type": "deepseek_v3"},
+    "glm4v_text": {"model_type": "glm4", "attention_bias": True, "mrope_interleaved": False},
+    "glm4v_moe_text": {"model_type": "glm4_moe", "use_qk_norm": False, "mrope_interleaved": False},
     "qwen2_vl_text": {"model_type": "qwen2", "mrope_interleaved": False},
     "qwen2_5_vl_text": {"model_type": "qwen2", "mrope_interleaved": False},
     "qwen3_vl_text": {"model_type": "qwen3", "mrope_interleaved": True},
@@ -42,6 +44,9 @@ WRAPPERS: dict[str, frozenset[str]] = {
     "Gemma3ForConditionalGeneration": frozenset({"gemma3_text"}),
     "Gemma3nForConditionalGeneration": frozenset({"gemma3n_text"}),
     "Gemma4ForConditionalGeneration": frozenset({"gemma4_text"}),
+    "Glm46VForConditionalGeneration": frozenset({"glm4v_text", "glm4v_moe_text"}),
+    "Glm4vForConditionalGeneration": frozenset({"glm4v_text"}),
+    "Glm4vMoeForConditionalGeneration": frozenset({"glm4v_moe_text"}),
     "Idefics3ForConditionalGeneration": frozenset({"llama"}),
     "InternVLForConditionalGeneration": frozenset({"qwen2", "qwen3", "qwen3_moe", "gpt_oss"}),
     "KimiK25ForConditionalGeneration": KIMI_TEXTS,
@@ -106,7 +111,24 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
             f"the text part of {name} is a {kind!r:.80}, which is not supported; supported: {known}"
         )
     shared = {key: config[key] for key in OF_THE_WHOLE if config.get(key) is not None}
-    return {**text, **shared, "architectures": None, "model_type": kind, **TEXT_TYPES.get(kind, {})}
+    read = {**_defaults(kind, text), **text, **shared}
+    return {**read, "architectures": None, "model_type": kind, **TEXT_TYPES.get(kind, {})}
+
+
+def _defaults(kind: str, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of keys that a text part may lack and whose defaults are not those of its
+    decoder."""
+    match kind:
+        case "glm4v_text":
+            found: dict[str, Any] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
+            width, heads = text.get("hidden_size", 4096), text.get("num_attention_heads", 32)
+            if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+                found["head_dim"] = width // heads
+            return found | {"partial_rotary_factor": 1.0}
+        case "glm4v_moe_text":
+            sizes = {"vocab_size": 151424, "max_position_embeddings": 65536}
+            return sizes | {"attention_bias": True}
+    return {}
 
 
 def text_name(name: str) -> str | None:
