@@ -220,7 +220,8 @@ class GridPrompter(ImagePrompter):
 
 
 class Glm4vPrompter(GridPrompter):
-    """GLM-4.1V, 4.5V and 4.6V: as in Qwen2-VL, with limits of the pixels of all frames."""
+    """GLM-4.1V, 4.5V and 4.6V: like Qwen2-VL, but the limits of the image processor count the
+    pixels of both frames that it makes of an image."""
 
     processor = "glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil"
 
