@@ -220,8 +220,8 @@ class GridPrompter(ImagePrompter):
 
 
 class Glm4vPrompter(GridPrompter):
-    """GLM-4.1V, 4.5V and 4.6V: like Qwen2-VL, but the limits of the image processor count the
-    pixels of both frames that it makes of an image."""
+    """GLM-4.1V, 4.5V, 4.6V and GLM-OCR: like Qwen2-VL, but the limits of the image processor count
+    the pixels of both frames that it makes of an image."""
 
     processor = "glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil"
 
@@ -306,6 +306,7 @@ FAMILIES: Mapping[str, Callable[[CheckpointFiles, Mapping[str, str], str], Image
     "glm4v": Glm4vPrompter,
     "glm4v_moe": Glm4vPrompter,
     "glm46v": Glm4vPrompter,
+    "glm_ocr": Glm4vPrompter,
     "qwen2_vl": GridPrompter,
     "qwen2_5_vl": GridPrompter,
     "qwen3_vl": GridPrompter,

@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "Glm4vForConditionalGeneration": "glm4v_text",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "Glm46VForConditionalGeneration": "glm4v_text",
+    "GlmOcrForConditionalGeneration": "glm_ocr_text",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
@@ -48,11 +49,12 @@ ARCHITECTURES = {
 """Architecture -> `model_type` of its text part."""
 WHOLE_RUNS = {"Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"}
 """Architectures whose images are computed as a whole."""
-WITH_AXES = ("Qwen", "Glm4")
+WITH_AXES = ("Qwen", "Glm")
 """Begins of the architectures whose rotary positions have several axes."""
 ALIKE = [
     "Glm4vMoeForConditionalGeneration",
     "Glm46VForConditionalGeneration",
+    "GlmOcrForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",

@@ -49,11 +49,12 @@ CLASSES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"
 M_ROPE: dict[str, dict[str, Any]] = {
     "glm4": {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5},
     "glm4_moe": {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5},
+    "glm_ocr_text": {"mrope_section": [4, 6, 6]},
     "qwen2": {"mrope_section": [4, 2, 2]},
     "qwen3": {"mrope_section": [8, 4, 4]},
     "qwen3_moe": {"mrope_section": [8, 4, 4]},
 }
-"""Decoder -> rope parameters of its models of images."""
+"""Decoder, or `model_type` of a text part -> rope parameters of its models of images."""
 
 
 def random_wrapper(
@@ -85,7 +86,8 @@ def random_wrapper(
     if kind == "granite":
         text["logits_scaling"] = 1.0  # transformers' class of the whole model ignores it
     if kind in TEXT_TYPES and decoder in M_ROPE:
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **M_ROPE[decoder]}
+        own = M_ROPE.get(kind, M_ROPE[decoder])
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **own}
     for name, value in (whole or {}).items():
         is_part = isinstance(value, Mapping)
         parts[name] = {**parts.get(name, {}), **value} if is_part else value
