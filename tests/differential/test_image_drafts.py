@@ -88,10 +88,11 @@ def test_a_draft_model_without_axes_has_the_positions_of_a_text(tmp_path: Path) 
     assert found[0][1] < found[0][0]
 
 
-def test_a_head_has_the_positions_of_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["Glm4vMoe", "Qwen3_5"])
+def test_a_head_has_the_positions_of_the_model(architecture: str, tmp_path: Path) -> None:
     """Each of its proposals is that of the reference for the whole text, with the positions of
     transformers. The head reads the embeddings of placeholders, not the rows of images."""
-    name = "Qwen3_5ForConditionalGeneration"
+    name = f"{architecture}ForConditionalGeneration"
     reference = write_with_head(tmp_path, ARCHITECTURES[name], wrapper=name, **CHANGES[name])
     tiny = TinyVision(name, reference.theirs, tmp_path)
     reference.images = tiny.inputs(0, 1)

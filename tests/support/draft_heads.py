@@ -23,6 +23,7 @@ from tests.support.checkpoints import write_directory
 from tests.support.family_models import random_model
 from tests.support.wrapper_models import random_wrapper
 from worker.slots.table import SlotTable
+from worker.spec.wrappers import TEXT_TYPES
 
 AFTER_LAYERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32")
 """Model types whose head is a layer after the others."""
@@ -148,6 +149,7 @@ def write_with_head(
     """
     make = partial(random_wrapper, wrapper) if wrapper else random_model
     theirs, donor = (make(model_type, **changes) for _ in range(2))
+    model_type = TEXT_TYPES.get(model_type, {}).get("model_type", model_type)
     offset = 1.0 if model_type.startswith("qwen") else 0.0
     layers = LAYERS.get(model_type, (len(donor.get_decoder().layers) - 1,))
     with torch.no_grad():
@@ -200,7 +202,9 @@ def _names(model_type: str, theirs: Any) -> list[str]:
 
 def _layer(model_type: str, theirs: Any, index: int) -> str:
     if model_type in AFTER_LAYERS:
-        return f"model.layers.{theirs.config.num_hidden_layers + index}."
+        text = theirs.config.get_text_config()
+        prefix = "model." if text is theirs.config else "model.language_model."
+        return f"{prefix}layers.{text.num_hidden_layers + index}."
     return f"mtp.layers.{index}."
 
 
