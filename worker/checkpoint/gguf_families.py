@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from worker.checkpoint import (
     gguf_config,
@@ -17,7 +18,7 @@ from worker.checkpoint import (
     gguf_mamba,
     gguf_mistral,
 )
-from worker.checkpoint.gguf_config import Config, Metadata
+from worker.checkpoint.gguf_config import Config, Metadata, with_axes
 from worker.checkpoint.gguf_names import (
     CHOICE_ROLES,
     CONV_ROLES,
@@ -120,8 +121,12 @@ FAMILIES = {
     "qwen3moe": GGUFFamily(families=("Qwen3MoeForCausalLM",), config=gguf_config.qwen3_moe),
     # The text parts of Qwen2-VL and Qwen3-VL. The images' part is another file.
     "qwen2vl": GGUFFamily(families=("Qwen2ForCausalLM",), config=gguf_config.rms),
-    "qwen3vl": GGUFFamily(families=("Qwen3ForCausalLM",), config=gguf_config.rms),
-    "qwen3vlmoe": GGUFFamily(families=("Qwen3MoeForCausalLM",), config=gguf_config.qwen3_moe),
+    "qwen3vl": GGUFFamily(
+        families=("Qwen3ForCausalLM",), config=partial(with_axes, gguf_config.rms)
+    ),
+    "qwen3vlmoe": GGUFFamily(
+        families=("Qwen3MoeForCausalLM",), config=partial(with_axes, gguf_config.qwen3_moe)
+    ),
     "qwen3next": GGUFFamily(
         families=("Qwen3NextForCausalLM",),
         config=gguf_config.qwen_hybrid,
@@ -130,13 +135,13 @@ FAMILIES = {
     ),
     "qwen35": GGUFFamily(
         families=("Qwen3_5ForCausalLM",),
-        config=gguf_config.qwen_hybrid,
+        config=partial(with_axes, gguf_config.qwen_hybrid),
         roles=HYBRID_ROLES | TILED_ROLES,
         has_whole_norms=True,
     ),
     "qwen35moe": GGUFFamily(
         families=("Qwen3_5MoeForCausalLM",),
-        config=gguf_config.qwen_hybrid,
+        config=partial(with_axes, gguf_config.qwen_hybrid),
         roles=HYBRID_ROLES | TILED_ROLES,
         has_whole_norms=True,
     ),
