@@ -94,8 +94,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
         str,
         about(
             "image encoder of a GGUF model: the mmproj file that llama.cpp's converter makes; "
-            f"default: the only file beside the model whose name contains mmproj; {NO_PATH}: serve "
-            "text only",
+            f"default: the file beside the model whose name contains mmproj; {NO_PATH}: serve text "
+            "only",
             path="file",
         ),
     ] = ""

@@ -34,15 +34,19 @@ from worker.vision.support import encoder_files
 from worker.vision.tensor_names import is_of_images
 from worker.vision.tower import ImageTower
 
-IDEFICS, GEMMA, QWEN, HYBRID = (
+IDEFICS, GEMMA, QWEN2, WINDOWED, QWEN, HYBRID = (
     "Idefics3ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
 )
 PARTS: dict[str, dict[str, Any]] = {
     IDEFICS: {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
     GEMMA: {"image_size": 56, "num_hidden_layers": 2},
+    QWEN2: {"depth": 2},
+    WINDOWED: {"depth": 4, "fullatt_block_indexes": [1, 3]},
     QWEN: {"depth": 4, "deepstack_visual_indexes": [0, 2]},
     HYBRID: {"depth": 2},
 }
@@ -241,6 +245,12 @@ def test_other_files_and_models_are_refused_at_the_start(
         assert refused.value.remedy
 
 
+def test_an_encoder_in_place_of_the_model_is_refused_with_the_option(idefics: TinyVision) -> None:
+    refused = preflight([WorkerConfig(model=str(mmproj_of(idefics)))])
+    assert "an image encoder (mmproj), not a model" in refused.error
+    assert "with --mmproj" in refused.remedy
+
+
 def test_the_encoder_of_a_wider_model_is_refused(idefics: TinyVision, tmp_path: Path) -> None:
     wide = random_wrapper(IDEFICS, "llama", hidden_size=192)
     file = write_mmproj(tmp_path / "mmproj.gguf", wide)
@@ -255,7 +265,7 @@ def test_a_model_without_a_placeholder_reads_no_images(idefics: TinyVision, tmp_
         encoder_files(WorkerConfig(model=str(model), mmproj=str(mmproj_of(idefics))))
 
 
-def test_only_a_single_fitting_file_beside_the_model_is_used(
+def test_only_a_fitting_file_beside_the_model_is_used(
     idefics: TinyVision, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Path(shutil.copy(gguf_of(idefics), tmp_path))
@@ -264,10 +274,15 @@ def test_only_a_single_fitting_file_beside_the_model_is_used(
     assert not caplog.messages
     first = write_mmproj(tmp_path / "mmproj-F16.gguf", idefics.model)
     assert encoder_files(config) is not None
+    shutil.copy(first, tmp_path / "mmproj-F32.gguf")
+    best = encoder_files(config)
+    assert best is not None
+    assert best.paths == [first]
     shutil.copy(first, tmp_path / "model-MMPROJ-F32.gguf")
     assert encoder_files(config) is None
-    assert "2 mmproj files are beside it" in caplog.messages[-1]
-    first.unlink()
+    assert "mmproj files of several models are beside it" in caplog.messages[-1]
+    for name in ("mmproj-F16.gguf", "mmproj-F32.gguf"):
+        (tmp_path / name).unlink()
     other = {"clip.projector_type": "gemma3"}
     write_mmproj(tmp_path / "model-MMPROJ-F32.gguf", idefics.model, changes=other)
     assert encoder_files(config) is None

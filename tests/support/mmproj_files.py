@@ -32,11 +32,18 @@ F32 = GGMLQuantizationType.F32
 PLACEHOLDERS = {
     "idefics3": "<image>",
     "gemma3": "<image_soft_token>",
-    "qwen3_vl": "<|image_pad|>",
-    "qwen3_5": "<|image_pad|>",
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "<|image_pad|>"),
 }
 """`model_type` -> the placeholder, which is the last token."""
 MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+TEXTS = {
+    "qwen2_vl_text": ("qwen2vl", transformers.Qwen2Config),
+    "qwen2_5_vl_text": ("qwen2vl", transformers.Qwen2Config),
+    "qwen3_vl_text": ("qwen3vl", transformers.Qwen3Config),
+    "qwen3_5_text": ("qwen35", None),
+}
+"""`model_type` of a text part with M-RoPE -> the architecture of its file, and the config of a
+decoder that computes the same; None: its own."""
 
 
 def write_text(path: Path, model: Any, placeholder: str = "") -> Path:
@@ -47,13 +54,13 @@ def write_text(path: Path, model: Any, placeholder: str = "") -> Path:
     options: dict[str, Any] = {}
     text = model.config.get_text_config()
     metadata: dict[str, Any] = {}
-    architecture = {"qwen3_vl_text": "qwen3vl", "qwen3_5_text": "qwen35"}.get(text.model_type)
-    if architecture:
+    if text.model_type in TEXTS:
+        architecture, decoder_config = TEXTS[text.model_type]
         sections = text.rope_parameters["mrope_section"]
         metadata[f"{architecture}.rope.dimension_sections"] = [*sections, 0]
-    if text.model_type == "qwen3_vl_text":
-        keys = {key: value for key, value in text.to_dict().items() if key != "model_type"}
-        text, options = transformers.Qwen3Config(**keys), {"architecture": architecture}
+        if decoder_config is not None:
+            keys = {key: value for key, value in text.to_dict().items() if key != "model_type"}
+            text, options = decoder_config(**keys), {"architecture": architecture}
     if text.model_type == "gemma3_text":
         slides = [kind == "sliding_attention" for kind in text.layer_types]
         metadata["gemma3.attention.sliding_window_pattern"] = slides
@@ -105,11 +112,12 @@ def write_mmproj(
     writer.add_clip_has_vision_encoder(True)
     writer.add_vision_projection_dim(config.get_text_config().hidden_size)
     writer.add_vision_patch_size(vision.patch_size)
-    writer.add_vision_embedding_length(vision.hidden_size)
-    writer.add_vision_feed_forward_length(vision.intermediate_size)
+    is_oldest = config.model_type == "qwen2_vl"  # its names of the widths differ
+    writer.add_vision_embedding_length(vision.embed_dim if is_oldest else vision.hidden_size)
+    inner = vision.hidden_size if is_oldest else vision.intermediate_size
+    writer.add_vision_feed_forward_length(inner)
     writer.add_vision_image_mean([0.5, 0.25, 0.125])
     writer.add_vision_image_std([0.5, 0.5, 0.25])
-    writer.add_vision_use_gelu(True)
     match config.model_type:
         case "idefics3":
             writer.add_clip_projector_type(VisionProjectorType.IDEFICS3)
@@ -121,13 +129,20 @@ def write_mmproj(
             scale = vision.image_size // vision.patch_size // side
             if scale != 4:
                 writer.add_vision_projector_scale_factor(scale)
+        case "qwen2_vl":
+            writer.add_clip_projector_type(VisionProjectorType.QWEN2VL)
+        case "qwen2_5_vl":
+            writer.add_clip_projector_type(VisionProjectorType.QWEN25VL)
+            writer.add_vision_use_silu(True)
+            writer.add_vision_n_wa_pattern(vision.fullatt_block_indexes[0] + 1)
         case "qwen3_vl" | "qwen3_5":
             writer.add_clip_projector_type(VisionProjectorType.QWEN3VL)
             writer.add_vision_spatial_merge_size(vision.spatial_merge_size)
             layers = getattr(vision, "deepstack_visual_indexes", ())
             writer.add_vision_is_deepstack_layers([n in layers for n in range(vision.depth)])
     if config.model_type.startswith("qwen"):
-        writer.add_vision_image_size(int(vision.num_position_embeddings**0.5 * vision.patch_size))
+        side = getattr(vision, "num_position_embeddings", 1600) ** 0.5
+        writer.add_vision_image_size(int(side * vision.patch_size))
         writer.add_vision_block_count(vision.depth)
         writer.add_vision_head_count(vision.num_heads)
         writer.add_vision_attention_layernorm_eps(config.text_config.rms_norm_eps)
@@ -171,8 +186,15 @@ def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
         theirs = theirs.removeprefix("model.").replace("_weight", ".weight")
         if found := re.match(r"visual\.deepstack_merger_list\.(\d+)\.(?:linear_)?(.*)", theirs):
             yield f"v.deepstack.{layers[int(found[1])]}.{found[2]}", data
-        elif found := re.match(r"visual\.merger\.(\w+)\.(.*)", theirs):
+        elif found := re.match(r"visual\.merger\.(norm|linear_fc\d)\.(.*)", theirs):
             yield f"{MERGER[found[1]]}.{found[2]}", data
+        elif found := re.match(r"visual\.merger\.mlp\.(\d)\.(.*)", theirs):
+            yield f"mm.{found[1]}.{found[2]}", data
+        elif ".qkv." in theirs and model.config.model_type.startswith("qwen2"):
+            for part, rows in zip("qkv", np.split(data, 3), strict=True):
+                name = _name(names, theirs.replace("qkv", part))
+                assert name is not None
+                yield name, np.ascontiguousarray(rows)
         elif theirs == "visual.patch_embed.proj.weight":
             yield "v.patch_embd.weight", np.ascontiguousarray(data[:, :, 0])
             yield "v.patch_embd.weight.1", np.ascontiguousarray(data[:, :, 1])

@@ -170,7 +170,8 @@ def test_a_missing_quantisation_is_refused_with_a_list_of_those_that_exist(choic
     ("encoders", "chosen"),
     [
         (["mmproj-F32.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf"], ["mmproj-F16.gguf"]),
-        (["pool-mmproj-Q8_0.gguf", "mmproj-F32.gguf"], ["pool-mmproj-Q8_0.gguf"]),
+        (["mmproj-pool-f32.gguf", "mmproj-pool-q8_0.gguf"], ["mmproj-pool-q8_0.gguf"]),
+        (["mmproj-F16.gguf", "mmproj-other-F16.gguf"], []),
         (["mmproj-model.gguf"], ["mmproj-model.gguf"]),
         (["BF16/mmproj-F16.gguf", "mmproj-F16.txt"], []),
     ],

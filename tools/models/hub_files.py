@@ -13,7 +13,7 @@ from typing import Literal
 
 from protocol.process.exit_codes import ExitCode
 from protocol.shared.gguf_parts import all_parts, is_later_part
-from protocol.shared.mmproj import is_mmproj
+from protocol.shared.mmproj import best_mmproj
 from tools.failure import Failure
 from tools.models.names import HubName
 
@@ -42,8 +42,6 @@ OTHER_WEIGHTS = ("consolidated", "adapter_model")
 """Names that start with one of these belong to other programs: they repeat or change weights."""
 PREFERRED = ("Q4_K_M", "Q4_0", "Q4_1", "Q8_0", "BF16", "F16")
 """The quantisations that are tried in this order if the name gives none."""
-PREFERRED_ENCODERS = ("F16", "BF16", "Q8_0", "F32")
-"""The number types of image encoders, the best one first. They are computed in float32."""
 
 _WEIGHTS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _GGUF = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]*/){0,2}[A-Za-z0-9_][A-Za-z0-9_.+-]*\.gguf")
@@ -89,22 +87,16 @@ def choose_files(name: HubName, files: Sequence[RepoFile]) -> tuple[Kind, list[R
 
 
 def encoder_of(model: RepoFile, files: Sequence[RepoFile]) -> list[RepoFile]:
-    """Return the image encoder (mmproj) of a GGUF model: one of the files in its folder. Return []
-    if there is none."""
+    """Return the image encoder (mmproj) of a GGUF model, which is in its folder; [] if there is
+    none, or if it is not clear which one it is."""
     folder = model.path.rpartition("/")[0]
-    found = [
-        each
+    beside = {
+        each.path: each
         for each in files
-        if _GGUF.fullmatch(each.path)
-        and is_mmproj(each.path)
-        and each.path.rpartition("/")[0] == folder
-    ]
-
-    def rank(file: RepoFile) -> tuple[int, int, str]:
-        kinds = [_has_quantisation(file.path, kind) for kind in PREFERRED_ENCODERS]
-        return (kinds.index(True) if any(kinds) else len(kinds)), len(file.path), file.path
-
-    return sorted(found, key=rank)[:1]
+        if each.path.rpartition("/")[0] == folder and _GGUF.fullmatch(each.path)
+    }
+    best = best_mmproj(beside)
+    return [] if best is None else [beside[best]]
 
 
 def _choose_weights(files: Sequence[RepoFile]) -> list[RepoFile]:

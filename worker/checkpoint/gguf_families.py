@@ -120,7 +120,10 @@ FAMILIES = {
     "qwen3": GGUFFamily(families=("Qwen3ForCausalLM",), config=gguf_config.rms),
     "qwen3moe": GGUFFamily(families=("Qwen3MoeForCausalLM",), config=gguf_config.qwen3_moe),
     # The text parts of Qwen2-VL and Qwen3-VL. The images' part is another file.
-    "qwen2vl": GGUFFamily(families=("Qwen2ForCausalLM",), config=gguf_config.rms),
+    "qwen2vl": GGUFFamily(
+        families=("Qwen2ForCausalLM",),
+        config=partial(with_axes, gguf_config.rms, is_interleaved=False),
+    ),
     "qwen3vl": GGUFFamily(
         families=("Qwen3ForCausalLM",), config=partial(with_axes, gguf_config.rms)
     ),
@@ -352,11 +355,20 @@ FAMILIES = {
 """`general.architecture` -> how its files are read."""
 
 
+ENCODER = "clip"
+"""`general.architecture` of all mmproj files (vision/mmproj.py)."""
+
+
 def gguf_family(architecture: str) -> GGUFFamily:
     """Return how files with this `general.architecture` are read. Raises UnusableModel if the
     architecture is not supported."""
     if family := FAMILIES.get(architecture):
         return family
+    if architecture == ENCODER:
+        raise UnusableModel(
+            "the file is an image encoder (mmproj), not a model",
+            remedy="serve the model's file, and give this one with --mmproj",
+        )
     raise UnusableModel(
         f"architecture {architecture!r} is not supported in GGUF files; supported: "
         f"{', '.join(FAMILIES)}"

@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from worker.checkpoint.gguf_families import ENCODER
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_tokens import CONTROL, USER_DEFINED
 from worker.errors import UnusableModel
@@ -19,8 +20,6 @@ from worker.vision.projectors import PROJECTORS, MmprojHeader, Projector, Stored
 if TYPE_CHECKING:
     from torch import Tensor
 
-ARCHITECTURE = "clip"
-"""`general.architecture` of all mmproj files."""
 PROJECTOR_KEYS = ("clip.vision.projector_type", "clip.projector_type")
 """Keys of the kind of encoder. Files with encoders of images and of sound have the first one."""
 
@@ -83,14 +82,17 @@ class MmprojEncoder(EncoderFiles):
             part = torch.empty(self._file.tensors[name].shape)
             read_tensor(self._file, name, part)
             parts.append(part)
-        whole = parts[0] if len(parts) == 1 else torch.stack(parts, 2)
+        if len(parts) == 1:
+            whole = parts[0]
+        else:
+            whole = torch.cat(parts) if stored.joins_rows else torch.stack(parts, 2)
         return whole - stored.added if stored.added else whole
 
 
 def _projector(file: GGUFFile) -> Projector:
     """Return how the encoder in a file is read."""
     fields = Fields(file.metadata, str(file.path))
-    if fields.get("general.architecture") != ARCHITECTURE:
+    if fields.get("general.architecture") != ENCODER:
         raise UnusableModel(f"{file.path} is a GGUF file, but not an mmproj file")
     kind = next(filter(None, (fields.text(key, "") for key in PROJECTOR_KEYS)), "")
     if kind not in PROJECTORS:

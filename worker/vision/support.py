@@ -11,7 +11,7 @@ from typing import Any
 from protocol.config.base import NO_PATH
 from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import ImageSupport
-from protocol.shared.mmproj import is_mmproj
+from protocol.shared.mmproj import best_mmproj, is_mmproj
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.errors import UnusableModel
 from worker.spec.fields import parsed_json, read_json
@@ -79,17 +79,16 @@ def encoder_files(config: WorkerConfig) -> EncoderFiles | None:
 
 
 def mmproj_beside(path: Path) -> Path | None:
-    """Return the only file beside a GGUF file whose name contains "mmproj"; None if there is none,
-    or if there are several."""
-    folder = path.parent
-    found = [each.name for each in folder.iterdir() if is_mmproj(each.name)]
-    if len(found) > 1:
+    """Return the mmproj file beside a GGUF file; None if there is none, or if there are files of
+    several models."""
+    names = [each.name for each in path.parent.iterdir() if each.name != path.name]
+    best = best_mmproj(names)
+    if best is None and any(map(is_mmproj, names)):
         log.warning(
-            "the model is served without images: %d mmproj files are beside it; choose one with "
-            "--mmproj",
-            len(found),
+            "the model is served without images, because mmproj files of several models are "
+            "beside it; choose one with --mmproj"
         )
-    return folder / found[0] if len(found) == 1 and found[0] != path.name else None
+    return None if best is None else path.with_name(best)
 
 
 def _directory_encoder(path: Path) -> EncoderFiles | None:
