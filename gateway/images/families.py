@@ -219,6 +219,17 @@ class GridPrompter(ImagePrompter):
         return ImageText(self.pad * math.prod(grid), grid)
 
 
+class Glm4vPrompter(GridPrompter):
+    """GLM-4.1V, 4.5V, 4.6V and GLM-OCR: like Qwen2-VL, but the limits of the image processor count
+    the pixels of both frames that it makes of an image."""
+
+    processor = "glm4v.image_processing_pil_glm4v.Glm4vImageProcessorPil"
+
+    @property
+    def framed(self) -> str:
+        return f"<|begin_of_image|>{self.marker}<|end_of_image|>"
+
+
 class FixedPrompter(ImagePrompter):
     """Gemma 3: the same number of placeholders for each image. As in transformers, images are not
     cut into crops, whatever the settings of the checkpoint say."""
@@ -292,6 +303,10 @@ FAMILIES: Mapping[str, Callable[[CheckpointFiles, Mapping[str, str], str], Image
     "idefics3": Idefics3Prompter,
     "llava_onevision": AnyResolutionPrompter,
     "mistral3": LinePrompter,
+    "glm4v": Glm4vPrompter,
+    "glm4v_moe": Glm4vPrompter,
+    "glm46v": Glm4vPrompter,
+    "glm_ocr": Glm4vPrompter,
     "qwen2_vl": GridPrompter,
     "qwen2_5_vl": GridPrompter,
     "qwen3_vl": GridPrompter,

@@ -51,7 +51,7 @@ STREAMS = (1, 4)
 DRAFT_LAYERS = 2
 HEAD_STREAMS = (1, 8)
 HEAD_VOCAB = 4096
-HEADS: dict[str, dict[str, int]] = {
+HEADS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"hidden_size": 768, "intermediate_size": 2048},
     "glm4_moe": {
         "hidden_size": 768,

@@ -17,7 +17,13 @@ from transformers.modeling_layers import MtpModel
 
 from protocol.engine.sampling import SamplingParams
 from protocol.worker.steps import MAX_HEAD_LAG
-from tests.support.draft_heads import MODEL_TYPES, ReferenceHead, write_with_head
+from tests.support.draft_heads import (
+    ATOL,
+    MODEL_TYPES,
+    ReferenceHead,
+    check_proposals,
+    write_with_head,
+)
 from tests.support.eager import BLOCK_TOKENS, EagerStepper, some_tokens
 from tests.support.examples import examples
 from tests.support.family_models import SPARSE_NEMOTRON
@@ -31,8 +37,6 @@ from worker.kv.cache import make_cache
 from worker.loading.decoder import LoadedModel
 from worker.loading.draft_head import LoadedHead
 from worker.spec.kv_blocks import BlockLayers
-
-ATOL = 1e-4
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["torch", "compiled"])
@@ -130,22 +134,10 @@ def test_answers_with_drafts_of_a_random_head_are_those_without(
     assert (stats.num_preemptions > 0) == (schedule == "preempted")
 
 
-def check_proposals(reference: ReferenceHead, replica: Replica, executed: Executed) -> int:
-    """Check that each token that a step proposed is the likeliest one of the reference, which
-    computes the whole text anew. Return their number."""
-    plan, slots = executed.plan, replica.runner.components.slots
-    assert plan.wanted is not None
-    assert executed.result.proposed is not None
-    proposed, count = iter(executed.result.proposed.tolist()), 0
-    for slot, wanted in zip(plan.row_slots.tolist(), plan.wanted.tolist(), strict=True):
-        if not wanted:
-            continue
-        known = slots["token_ids"][slot, : int(slots["len"][slot])].tolist()
-        logits = reference.proposals(known, wanted)
-        found = torch.tensor([next(proposed) for _ in range(wanted)])
-        assert (logits.amax(1) - logits.gather(1, found[:, None])[:, 0]).max() <= ATOL
-        count += wanted
-    return count
+def check_step(reference: ReferenceHead, replica: Replica, executed: Executed) -> int:
+    """Check the proposals of a step of the replica. Return their number."""
+    slots = replica.runner.components.slots
+    return check_proposals(reference, slots, executed.plan, executed.result)
 
 
 @pytest.mark.parametrize("schedule", ["without prefix cache", "in chunks", "preempted"])
@@ -162,7 +154,7 @@ def test_each_proposal_is_that_of_the_reference_for_the_whole_text(
     count = 0
     while replica.step():
         if replica.steps[-1].result.proposed is not None:
-            count += check_proposals(reference, replica, replica.steps[-1])
+            count += check_step(reference, replica, replica.steps[-1])
     assert count > 40
     assert (replica.engine.stats().num_preemptions > 0) == (schedule == "preempted")
 
@@ -192,7 +184,7 @@ def test_entries_that_are_computed_late_are_those_of_the_reference(guessing: Gue
             pairs = zip(starts.tolist(), row_starts.tolist(), strict=True)
             num_late += sum(0 <= start < row_start for start, row_start in pairs)
         if executed.result.proposed is not None:
-            count += check_proposals(reference, replica, executed)
+            count += check_step(reference, replica, executed)
     assert num_plain > 8
     assert num_late > 0
     assert count > 0

@@ -13,6 +13,7 @@ from protocol.engine.attachments import Attachment, attachment_digest
 from tests.support.image_engine import ImageEngine, reference
 from tests.support.vision_models import (
     ARCHITECTURES,
+    LENGTHS,
     NUM_TOKENS,
     PLACEHOLDER,
     WHOLE_RUNS,
@@ -35,6 +36,9 @@ from worker.vision.encoder_files import DirectoryEncoder
 from worker.vision.tower import ImageTower
 
 ALIKE = [
+    "Glm4vMoeForConditionalGeneration",
+    "Glm46VForConditionalGeneration",
+    "GlmOcrForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
@@ -51,11 +55,6 @@ def one_process_assembles_several_workers(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture(params=[name for name in ARCHITECTURES if name not in ALIKE], scope="module")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
     return family(request.param, tmp_path_factory.getbasetemp() / request.param)
-
-
-LENGTHS = [(0, 6), (5, 6), (5, 4, 6), (5, 1, 0, 3)]
-"""Lengths of the texts around the images: an image first, between texts, several, and beside each
-other. A text is between any two images of families whose classes take adjacent ones for one."""
 
 
 def lengths_of(tiny: TinyVision) -> list[tuple[int, ...]]:

@@ -111,12 +111,13 @@ def test_logprobs_are_those_of_peft_in_chunks_and_token_by_token(
         assert_same(logprobs(ours), right, MAX_ERROR)
 
 
-@pytest.mark.parametrize("architecture", ["SmolVLM", "Qwen2_5_VL"])
+@pytest.mark.parametrize("architecture", ["SmolVLM", "Qwen2_5_VL", "Glm4v"])
 def test_an_adapter_of_a_whole_model_of_images_changes_its_text_part(
     tmp_path: Path, architecture: str
 ) -> None:
     """PEFT names its modules as they are called inside the whole model."""
-    kind = {"SmolVLM": "llama", "Qwen2_5_VL": "qwen2_5_vl_text"}[architecture]
+    kinds = {"SmolVLM": "llama", "Qwen2_5_VL": "qwen2_5_vl_text", "Glm4v": "glm4v_text"}
+    kind = kinds[architecture]
     theirs = random_wrapper(f"{architecture}ForConditionalGeneration", kind)
     loaded = load(write_wrapper(tmp_path, theirs))
     ends = ("q_proj", "v_proj", "down_proj")

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.checkpoints import write_directory
 from tests.support.eager import EagerStepper, assert_same, load, some_tokens
 from tests.support.wrapper_models import CASES, random_wrapper, write_wrapper
 from worker.loading.header import read_header
-from worker.spec.wrappers import WRAPPERS
+from worker.spec.families.registry import find_family
+from worker.spec.wrappers import WRAPPERS, text_part
 
 NUM_TOKENS = 61
 
@@ -89,6 +91,33 @@ def test_a_config_of_an_older_release_has_the_text_part_at_its_top(tmp_path: Pat
     check(directory, logits_of(model, tokens), tokens)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("glm4v_text", {"num_attention_heads": 16}),
+        ("glm4v_moe_text", {"head_dim": 128}),
+        ("glm_ocr_text", {"hidden_size": 512}),
+    ],
+)
+def test_a_key_that_a_text_part_lacks_has_the_default_of_its_own_class(
+    kind: str, sizes: dict[str, int]
+) -> None:
+    """Others are those of the decoder that computes it."""
+    (architecture,) = (name for name, kinds in WRAPPERS.items() if kinds == {kind})
+    whole = CONFIG_MAPPING[kind](**sizes).to_dict()
+    specs = []
+    for text in ({"model_type": kind, **sizes}, whole):
+        part = text_part({"architectures": [architecture], "text_config": text})
+        assert part is not None
+        specs.append(find_family(part).spec(part))
+    assert specs[0] == specs[1]
+    attention = specs[0].attentions[0]
+    assert attention.rope is not None
+    turned = whole["rope_parameters"].get("partial_rotary_factor", 1.0)
+    assert attention.rope.width == turned * attention.head_dim
+    assert attention.qkv_bias == (kind != "glm_ocr_text")
+
+
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_experts_are_read_as_published_and_as_transformers_writes_them(
     tmp_path: Path, is_transposed: bool
@@ -120,15 +149,22 @@ def test_the_log_says_that_the_other_parts_are_not_loaded(
     assert f"({len(others) - 1} tensors of other parts are skipped)" in caplog.text  # - the head
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3_5ForConditionalGeneration", "Qwen3_5Moe"])
+@pytest.mark.parametrize(
+    "architecture", ["GlmOcr", "Qwen3_5ForConditionalGeneration", "Qwen3_5Moe"]
+)
 def test_layers_for_drafts_in_the_files_are_not_used(tmp_path: Path, architecture: str) -> None:
-    """Published files of Qwen3.5 hold tensors whose names begin with `mtp.`."""
+    """Published files of Qwen3.5 hold tensors whose names begin with `mtp.`, those of GLM-OCR a
+    layer after the others."""
     name = next(each for each in WRAPPERS if each.startswith(architecture))
     (kind,) = WRAPPERS[name]
     model, tokens = random_wrapper(name, kind), some_tokens(NUM_TOKENS)
     directory = write_directory(tmp_path, model)
     tensors = load_file(directory / "model.safetensors")
-    tensors["mtp.fc.weight"] = torch.randn(8, 16)
-    tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.randn(8, 8)
+    layer = "mtp.layers.0."
+    if architecture == "GlmOcr":
+        layer = f"model.language_model.layers.{model.config.text_config.num_hidden_layers}."
+    else:
+        tensors["mtp.fc.weight"] = torch.randn(8, 16)
+    tensors[layer + "self_attn.q_proj.weight"] = torch.randn(8, 8)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     check(directory, logits_of(model, tokens), tokens)

@@ -8,7 +8,8 @@ computes it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -17,8 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from protocol.worker.steps import StepPlan, StepResult
 from tests.support.checkpoints import write_directory
 from tests.support.family_models import random_model
+from tests.support.wrapper_models import random_wrapper
+from worker.slots.table import SlotTable
+from worker.spec.wrappers import TEXT_TYPES
 
 AFTER_LAYERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32")
 """Model types whose head is a layer after the others."""
@@ -26,6 +31,8 @@ MODEL_TYPES = (*AFTER_LAYERS, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", 
 LAYERS = {"nemotron_h": (2, 3)}
 """Model type -> the layers of the tiny model that look like those of its head; otherwise the last.
 """
+ATOL = 1e-4
+"""Largest difference of two logits."""
 LAYER = re.compile(r"(.*?layers)\.(\d+)\.(.*)")
 
 
@@ -45,40 +52,58 @@ class ReferenceHead:
     projection: Tensor
     norm: Tensor
     offset: float
+    #: The arguments of transformers' model for the images of a text; they may be set later.
+    images: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> Tensor:
         """Return the logits of each entry of a text, [len(tokens) - 1, V]. Entry i predicts token
         i + 2."""
-        hidden = self.model_hidden(tokens)[:-1]
-        entries = self._entries(tokens[1:], hidden)
+        entries = self._entries(tokens, self.model_hidden(tokens)[:-1])
         return self.theirs.lm_head(self._normed(entries, self.norm))
 
     @torch.inference_mode()
     def proposals(self, tokens: list[int], count: int) -> Tensor:
         """Return the logits [count, V] from which the head proposes the tokens after `tokens`, if
         each proposal is the likeliest token and follows the others."""
-        hidden, following, found = self.model_hidden(tokens)[:-1], tokens[1:], []
+        hidden, found = self.model_hidden(tokens)[:-1], []
         for _ in range(count):
-            normed = self._normed(self._entries(following, hidden)[-1:], self.norm)
+            normed = self._normed(self._entries(tokens, hidden)[-1:], self.norm)
             found.append(self.theirs.lm_head(normed)[0])
             hidden = torch.cat([hidden, normed])
-            following = [*following, int(found[-1].argmax())]
+            tokens = [*tokens, int(found[-1].argmax())]
         return torch.stack(found)
 
     @torch.inference_mode()
     def model_hidden(self, tokens: list[int]) -> Tensor:
         """Return the model's hidden states after its final norm, [len(tokens), hidden]."""
-        base = self.theirs.get_decoder()
-        return base(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+        base = self.theirs.model if self.images else self.theirs.get_decoder()
+        inputs = self._image_inputs(tokens)
+        found = base(input_ids=torch.tensor([tokens]), use_cache=False, **inputs)
+        return found.last_hidden_state[0]
 
-    def _entries(self, following: list[int], hidden: Tensor) -> Tensor:
-        """Return the hidden states of the entries before the head's norm."""
-        embedded = self.theirs.get_input_embeddings()(torch.tensor(following))
+    def _image_inputs(self, tokens: list[int]) -> dict[str, Tensor]:
+        if not self.images:
+            return {}
+        is_image = torch.tensor([tokens]) == self.theirs.config.image_token_id
+        return {**self.images, "mm_token_type_ids": is_image.long()}
+
+    def _positions(self, tokens: list[int]) -> Tensor:
+        """Return the rotary positions of tokens, [1, n], or [axes, 1, n] with images."""
+        if not self.images:
+            return torch.arange(len(tokens))[None]
+        inputs = self._image_inputs(tokens)
+        del inputs["pixel_values"]
+        return self.theirs.model.get_rope_index(torch.tensor([tokens]), **inputs)[0]
+
+    def _entries(self, tokens: list[int], hidden: Tensor) -> Tensor:
+        """Return the hidden states, before the head's norm, of the entries of all tokens but the
+        last."""
+        embedded = self.theirs.get_input_embeddings()(torch.tensor(tokens[1:]))
         parts = self._normed(embedded, self.embedding_norm), self._normed(hidden, self.hidden_norm)
-        x, count = (torch.cat(parts, 1) @ self.projection.T)[None], len(following)
+        x, count = (torch.cat(parts, 1) @ self.projection.T)[None], len(tokens) - 1
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
-        positions = torch.arange(count)[None]
+        positions = self._positions(tokens[:-1])
         more: dict[str, Any] = {"position_ids": positions}
         if (rotary := getattr(self.theirs.get_decoder(), "rotary_emb", None)) is not None:
             more["position_embeddings"] = rotary(x, positions)
@@ -87,22 +112,44 @@ class ReferenceHead:
         return x[0]
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        config = self.theirs.config
+        config = self.theirs.config.get_text_config()
         eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight + self.offset)
 
 
+def check_proposals(
+    reference: ReferenceHead, slots: SlotTable, plan: StepPlan, result: StepResult
+) -> int:
+    """Check that each token that a step proposed is the likeliest one of the reference, which
+    computes the whole text anew. Return their number."""
+    assert plan.wanted is not None
+    assert result.proposed is not None
+    proposed, count = iter(result.proposed.tolist()), 0
+    for slot, wanted in zip(plan.row_slots.tolist(), plan.wanted.tolist(), strict=True):
+        if not wanted:
+            continue
+        known = slots["token_ids"][slot, : int(slots["len"][slot])].tolist()
+        logits = reference.proposals(known, wanted)
+        found = torch.tensor([next(proposed) for _ in range(wanted)])
+        assert (logits.amax(1) - logits.gather(1, found[:, None])[:, 0]).max() <= ATOL
+        count += wanted
+    return count
+
+
 def write_with_head(
-    path: Path, model_type: str, *, is_right: bool = False, **changes: Any
+    path: Path, model_type: str, *, is_right: bool = False, wrapper: str = "", **changes: Any
 ) -> ReferenceHead:
     """Write a tiny random model and its head to the directory `path` as published checkpoints have
     them. Return the head in plain torch.
 
     is_right   Each token of the model depends on the one before only, and the head computes the
                same function. Otherwise both are random
+    wrapper    architecture of the model of images whose text part it is; "": it is a decoder alone
     changes    fields of the model's config
     """
-    theirs, donor = (random_model(model_type, **changes) for _ in range(2))
+    make = partial(random_wrapper, wrapper) if wrapper else random_model
+    theirs, donor = (make(model_type, **changes) for _ in range(2))
+    model_type = TEXT_TYPES.get(model_type, {}).get("model_type", model_type)
     offset = 1.0 if model_type.startswith("qwen") else 0.0
     layers = LAYERS.get(model_type, (len(donor.get_decoder().layers) - 1,))
     with torch.no_grad():
@@ -113,7 +160,7 @@ def write_with_head(
     write_directory(path, theirs)
     donor.save_pretrained(path / "donor")
     stored = load_file(path / "donor" / "model.safetensors")
-    hidden = theirs.config.hidden_size
+    hidden = theirs.config.get_text_config().hidden_size
     generator = torch.Generator().manual_seed(11)
     weights = [torch.rand(hidden, generator=generator) + 0.5 - offset for _ in range(3)]
     projection = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
@@ -155,7 +202,9 @@ def _names(model_type: str, theirs: Any) -> list[str]:
 
 def _layer(model_type: str, theirs: Any, index: int) -> str:
     if model_type in AFTER_LAYERS:
-        return f"model.layers.{theirs.config.num_hidden_layers + index}."
+        text = theirs.config.get_text_config()
+        prefix = "model." if text is theirs.config else "model.language_model."
+        return f"{prefix}layers.{text.num_hidden_layers + index}."
     return f"mtp.layers.{index}."
 
 

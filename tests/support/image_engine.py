@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from engine_core.engine import Engine
 from engine_core.startup import build_engine
@@ -23,7 +24,7 @@ from protocol.engine.attachments import (
 from protocol.engine.messages import Accepted, Generate, Output
 from protocol.engine.sampling import SamplingParams
 from protocol.wire.arrays import Int32, UInt8
-from protocol.worker.steps import DropImages, ImageEncoded, StepPlan
+from protocol.worker.steps import DropImages, ImageEncoded, StepPlan, StepResult
 from worker.device.timing import StartupTiming
 from worker.startup.assembly import assemble
 
@@ -46,6 +47,7 @@ class ImageEngine:
     options      of the worker
     engine       further options of the engine
     num_encoded  number of images that were encoded
+    steps        the plans and results so far
     """
 
     def __init__(
@@ -77,10 +79,10 @@ class ImageEngine:
         self.runner, self.tower = assembled.runner, assembled.tower
         self.card = assembled.ready.model
         config = EngineConfig(worker=worker, steps_in_flight=1, **(engine or {}))
-        self.engine: Engine = build_engine(
-            assembled.ready, config, epoch="e", key=None, journal=None
-        )
+        ready = replace(assembled.ready, draft_cost=0.0)  # that of a tiny model is high
+        self.engine: Engine = build_engine(ready, config, epoch="e", key=None, journal=None)
         self.num_encoded = 0
+        self.steps: list[tuple[StepPlan, StepResult]] = []
         self.outputs: dict[int, list[Output]] = {}
 
     def attach(
@@ -121,7 +123,9 @@ class ImageEngine:
             reports.append(ImageEncoded(digest=command.digest))
         if plan is not None:
             assert isinstance(plan, StepPlan)
-            outputs = self.engine.commit(self.runner.step(plan), 0.01)
+            result = self.runner.step(plan)
+            self.steps.append((plan, result))
+            outputs = self.engine.commit(result, 0.01)
             for output in outputs[CLIENT].outputs if outputs else ():
                 self.outputs[output.request].append(output)
         for report in reports:

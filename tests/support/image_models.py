@@ -214,6 +214,34 @@ QWEN3_VL = ImageModel(
     {"video_token": "<|video_pad|>"},
     _QWEN_TOKENS,
 )
+_GLM = (  # the published templates write no end of a turn
+    "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    + _PARTS.replace("IMAGE", "<|begin_of_image|><|image|><|end_of_image|>")
+    + "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GLM4V = ImageModel(
+    "glm4v",
+    "glm4v.processing_glm4v.Glm4vProcessor",
+    "<|image|>",
+    _GLM,
+    {
+        "size": {"shortest_edge": 28 * 28 * 8, "longest_edge": 28 * 28 * 128},
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        **_CLIP,
+    },
+    {},
+    {"video_token": "<|video|>"},
+    (
+        *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
+        *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+    ),
+)
+GLM46V = replace(
+    GLM4V, model_type="glm4v_moe", processor="glm46v.processing_glm46v.Glm46VProcessor"
+)
 _GEMMA = (
     "{% for m in messages %}<start_of_turn>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content | trim }}{% else %}"
@@ -313,6 +341,8 @@ MODELS = {
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
+    "glm4v": GLM4V,
+    "glm46v": GLM46V,
     "gemma3": GEMMA3,
     "gemma3_crops": GEMMA3_CROPS,
     "gemma4": GEMMA4,

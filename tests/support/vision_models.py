@@ -27,6 +27,10 @@ ARCHITECTURES = {
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "InternVLForConditionalGeneration": "qwen2",
     "LlavaNextForConditionalGeneration": "granite",
+    "Glm4vForConditionalGeneration": "glm4v_text",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
+    "Glm46VForConditionalGeneration": "glm4v_text",
+    "GlmOcrForConditionalGeneration": "glm_ocr_text",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
@@ -37,6 +41,8 @@ ARCHITECTURES = {
 """Architecture -> `model_type` of its text part."""
 WHOLE_RUNS = {"Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"}
 """Architectures whose images are computed as a whole."""
+WITH_AXES = ("Qwen", "Glm")
+"""Begins of the architectures whose rotary positions have several axes."""
 HALF_TURNED = {
     "rope_parameters": {
         "rope_type": "default",
@@ -45,6 +51,8 @@ HALF_TURNED = {
         "mrope_section": [3, 3, 2],
     }
 }
+COMPILED_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
+"""Heads of the size 32, which the compiled kernels support."""
 OTHER_PARTS_OF_GEMMA4 = {
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -65,10 +73,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "Qwen3_5ForConditionalGeneration": HALF_TURNED,
     "Qwen3_5MoeForConditionalGeneration": HALF_TURNED,
-    # Heads that the compiled kernels support. Those of Qwen2-VL are computed by torch.
+    # Those of Qwen2-VL and GLM-4.6V are computed by torch.
+    "Glm4vForConditionalGeneration": COMPILED_HEADS | HALF_TURNED,
+    "Glm4vMoeForConditionalGeneration": COMPILED_HEADS | HALF_TURNED,
     "Qwen2_5_VLForConditionalGeneration": {
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
+        **COMPILED_HEADS,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e4,
@@ -93,7 +102,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 """Architecture -> keys of the config, as in `random_wrapper`."""
 GRIDS = [(4, 6), (8, 2), (2, 4), (6, 6), (2, 10)]
-"""Rows and columns of the patches of an image of Qwen's families, by its seed."""
+"""Rows and columns of the patches of an image of Qwen's and GLM's families, by its seed."""
+LENGTHS = [(0, 6), (5, 6), (5, 4, 6), (5, 1, 0, 3)]
+"""Lengths of the texts around the images: an image first, between texts, several, and beside each
+other. A text is between any two images of families whose classes take adjacent ones for one."""
 MAX_SLOTS = 4
 PLACEHOLDER = VOCAB - 1
 NUM_TOKENS = 5
@@ -102,7 +114,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 def image_inputs(architecture: str, seed: int) -> Arrays:
     """Return what the family's image processor would return for one image."""
-    if architecture.startswith("Qwen"):
+    if architecture.startswith(WITH_AXES):
         rows, columns = GRIDS[seed % len(GRIDS)]
         patch = 3 * 2 * 14 * 14
         patches = np.random.default_rng(seed).normal(size=(rows * columns, patch))
@@ -148,7 +160,7 @@ class TinyVision:
 
     def grid(self, seed: int) -> tuple[int, int, int] | None:
         """Return the (frames, rows, columns) of an image, for families that need them."""
-        if not self.architecture.startswith("Qwen"):
+        if not self.architecture.startswith(WITH_AXES):
             return None
         rows, columns = GRIDS[seed % len(GRIDS)]
         return 1, rows // 2, columns // 2

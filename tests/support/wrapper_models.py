@@ -46,7 +46,15 @@ OWN_PARTS: dict[str, Any] = {"qwen2_vl": {"hidden_size": SIZES["hidden_size"]}}
 makes `hidden_size`."""
 CLASSES = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
 """Architecture in published configs -> the class of transformers."""
-M_ROPE_SECTIONS = {"qwen2": [4, 2, 2], "qwen3": [8, 4, 4], "qwen3_moe": [8, 4, 4]}
+M_ROPE: dict[str, dict[str, Any]] = {
+    "glm4": {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5},
+    "glm4_moe": {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5},
+    "glm_ocr_text": {"mrope_section": [4, 6, 6]},
+    "qwen2": {"mrope_section": [4, 2, 2]},
+    "qwen3": {"mrope_section": [8, 4, 4]},
+    "qwen3_moe": {"mrope_section": [8, 4, 4]},
+}
+"""Decoder, or `model_type` of a text part -> rope parameters of its models of images."""
 
 
 def random_wrapper(
@@ -73,14 +81,13 @@ def random_wrapper(
     }
     decoder = TEXT_TYPES.get(kind, {}).get("model_type", kind)
     text = {**SIZES, **OWN_SIZES.get(decoder, {}), "model_type": kind}
+    if kind == "glm4v_text":
+        del text["head_dim"]  # its class divides the hidden size by the number of heads
     if kind == "granite":
         text["logits_scaling"] = 1.0  # transformers' class of the whole model ignores it
-    if kind in TEXT_TYPES and decoder in M_ROPE_SECTIONS:
-        text["rope_parameters"] = {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": M_ROPE_SECTIONS[decoder],
-        }
+    if kind in TEXT_TYPES and decoder in M_ROPE:
+        own = M_ROPE.get(kind, M_ROPE[decoder])
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **own}
     for name, value in (whole or {}).items():
         is_part = isinstance(value, Mapping)
         parts[name] = {**parts.get(name, {}), **value} if is_part else value

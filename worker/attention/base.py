@@ -42,7 +42,7 @@ class AttentionBatch:
     device_row_starts: Tensor | None = None
     device_context_lens: Tensor | None = None
     #: [AXES, T] int64: the rotary positions (slots/rope_positions.py). None: they are `positions`
-    #: in all axes.
+    #: in all axes. A draft model without axes ignores them.
     rope_positions: Tensor | None = None
     #: [T] int64, on the CPU: the position before which a token sees others, in layers with
     #: `AttentionSpec.sees_whole_runs`. It follows the last token of its image, or the token itself.

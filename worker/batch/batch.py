@@ -199,30 +199,7 @@ def build_batch(
         last,
         features_of_rows(slots, rows.slots),
     )
-    attention = placed.attention
-    if slots.images and ROPE_SHIFT in slots.fields:
-        turned = _rope_positions(rows, attention.positions, slots.images)
-        attention = replace(attention, rope_positions=turned)
-    return StepBatch(rows, placed.token_ids(slots), attention, sampled)
-
-
-def _rope_positions(
-    rows: BatchRows, positions: Tensor, images: Mapping[int, Sequence[Attachment]]
-) -> Tensor | None:
-    """Return the rotary positions [AXES, T] int64 of tokens at `positions` [T] of their requests;
-    None if no row has images.
-
-    images   slot -> the images of its request
-    """
-    found: Tensor | None = None
-    spans = zip(rows.slots.tolist(), rows.starts.tolist(), rows.ends.tolist(), strict=True)
-    for place, (slot, start, end) in enumerate(spans):
-        if slot in images:
-            if found is None:
-                found = positions.repeat(AXES, 1)
-            begin = end - int(rows.counts[place])
-            turn(found.numpy()[:, begin:end], start, images[slot])
-    return found
+    return StepBatch(rows, placed.token_ids(slots), placed.attention, sampled)
 
 
 def step_states(plan: StepPlan, rows: BatchRows, slots: SlotTable) -> StepStates | None:
@@ -342,7 +319,29 @@ def place(
     else:
         offset.add_(table.view(-1).index_select(0, entries), alpha=block_tokens)
         attention = replace(attention, block_table=used if is_on_gpu else used.long())
+    if slots.images and ROPE_SHIFT in slots.fields:
+        turned = _rope_positions(spans, position, slots.images)
+        attention = replace(attention, rope_positions=turned)
     return PlacedTokens(tokens, attention), moved
+
+
+def _rope_positions(
+    spans: Spans, positions: Tensor, images: Mapping[int, Sequence[Attachment]]
+) -> Tensor | None:
+    """Return the rotary positions [AXES, T] int64 of tokens at `positions` [T] of their requests;
+    None if no row has images.
+
+    images   slot -> the images of its request
+    """
+    found: Tensor | None = None
+    ends = spans.counts.cumsum()
+    rows = (spans.slots, spans.starts, ends - spans.counts, ends)
+    for slot, start, begin, end in zip(*(column.tolist() for column in rows), strict=True):
+        if slot in images:
+            if found is None:
+                found = positions.repeat(AXES, 1)
+            turn(found.numpy()[:, begin:end], start, images[slot])
+    return found
 
 
 def _by_entry(

@@ -185,7 +185,7 @@ class WholePass:
         step.slot_mapping = address(batch.slot_mapping)
         if adapters is not None:
             step.adapters = adapters.struct
-        if batch.rope_positions is not None:
+        if batch.rope_positions is not None and self._spec.has_rope_axes:
             assert batch.rope_positions.shape == (AXES, count)
             step.rope_positions, step.rope_stride = address(batch.rope_positions), count
         if images is not None:

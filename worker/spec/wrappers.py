@@ -22,6 +22,9 @@ from worker.errors import UnusableModel
 
 TEXT_TYPES: dict[str, dict[str, Any]] = {
     "kimi_k2": {"model_type": "deepseek_v3"},
+    "glm4v_text": {"model_type": "glm4", "attention_bias": True, "mrope_interleaved": False},
+    "glm4v_moe_text": {"model_type": "glm4_moe", "use_qk_norm": False, "mrope_interleaved": False},
+    "glm_ocr_text": {"model_type": "glm4", "attention_bias": False, "mrope_interleaved": False},
     "qwen2_vl_text": {"model_type": "qwen2", "mrope_interleaved": False},
     "qwen2_5_vl_text": {"model_type": "qwen2", "mrope_interleaved": False},
     "qwen3_vl_text": {"model_type": "qwen3", "mrope_interleaved": True},
@@ -36,12 +39,46 @@ TEXT_TYPES: dict[str, dict[str, Any]] = {
 """`model_type` of a text part -> the keys with which a decoder computes the same. That of a decoder
 keeps its `model_type`."""
 
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "glm4v_text": {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+    },
+    "glm4v_moe_text": {
+        "vocab_size": 151424,
+        "max_position_embeddings": 65536,
+        "attention_bias": True,
+    },
+    "glm_ocr_text": {
+        "vocab_size": 59392,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+    },
+}
+"""`model_type` of a text part -> defaults that are not those of its decoder."""
+WITHOUT_HEAD_DIM = frozenset({"glm4v_text", "glm_ocr_text"})
+"""Those whose class divides the hidden size by the heads if a config has no `head_dim`, while that
+of the decoder has a default."""
+
 KIMI_TEXTS = frozenset({"kimi_k2", "deepseek_v3"})
 WRAPPERS: dict[str, frozenset[str]] = {
     "Exaone4_5_ForConditionalGeneration": frozenset({"exaone4"}),
     "Gemma3ForConditionalGeneration": frozenset({"gemma3_text"}),
     "Gemma3nForConditionalGeneration": frozenset({"gemma3n_text"}),
     "Gemma4ForConditionalGeneration": frozenset({"gemma4_text"}),
+    "Glm46VForConditionalGeneration": frozenset({"glm4v_text", "glm4v_moe_text"}),
+    "Glm4vForConditionalGeneration": frozenset({"glm4v_text"}),
+    "Glm4vMoeForConditionalGeneration": frozenset({"glm4v_moe_text"}),
+    "GlmOcrForConditionalGeneration": frozenset({"glm_ocr_text"}),
     "Idefics3ForConditionalGeneration": frozenset({"llama"}),
     "InternVLForConditionalGeneration": frozenset({"qwen2", "qwen3", "qwen3_moe", "gpt_oss"}),
     "KimiK25ForConditionalGeneration": KIMI_TEXTS,
@@ -106,7 +143,20 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
             f"the text part of {name} is a {kind!r:.80}, which is not supported; supported: {known}"
         )
     shared = {key: config[key] for key in OF_THE_WHOLE if config.get(key) is not None}
-    return {**text, **shared, "architectures": None, "model_type": kind, **TEXT_TYPES.get(kind, {})}
+    read = {**_defaults(kind, text), **text, **shared}
+    return {**read, "architectures": None, "model_type": kind, **TEXT_TYPES.get(kind, {})}
+
+
+def _defaults(kind: str, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of keys that a text part may lack and whose defaults are not those of its
+    decoder."""
+    found = dict(TEXT_DEFAULTS.get(kind, {}))
+    if kind in WITHOUT_HEAD_DIM:
+        sizes = found | dict(text)
+        width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+        if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+            found["head_dim"] = width // heads
+    return found
 
 
 def text_name(name: str) -> str | None:

@@ -29,6 +29,10 @@ IMAGE_TOKENS = {
     "gemma4": "image_token_id",
     "internvl": "image_token_id",
     "llava_next": "image_token_index",
+    "glm4v": "image_token_id",
+    "glm4v_moe": "image_token_id",
+    "glm46v": "image_token_id",
+    "glm_ocr": "image_token_id",
     "qwen2_vl": "image_token_id",
     "qwen2_5_vl": "image_token_id",
     "qwen3_vl": "image_token_id",
@@ -38,7 +42,7 @@ IMAGE_TOKENS = {
 }
 """`model_type` -> the key of config.json with the id of the placeholder. In these families a
 position of an image sees only those before it, unless AttentionSpec.sees_whole_runs is set."""
-WITH_GRID = frozenset(kind for kind in IMAGE_TOKENS if kind.startswith("qwen"))
+WITH_GRID = frozenset(kind for kind in IMAGE_TOKENS if kind.startswith(("qwen", "glm")))
 """Those of them whose rotary positions of an image have several axes (M-RoPE). In the others the
 positions are those in the prompt."""
 OTHER_KEYS = ("image_token_index", "image_token_id")

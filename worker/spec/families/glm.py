@@ -80,6 +80,13 @@ def with_choice_bias(
     )
 
 
+def _glm4_names(spec: ModelSpec) -> TensorNames:
+    """Return the names of GLM-4 9B and 32B, and of the text part of GLM-OCR, whose files have a
+    layer for drafts after the others."""
+    unused = (f"model.layers.{spec.num_layers}.",)
+    return names_of(FUSED, FOUR_NORMS, orders=neighbour_orders(spec), unused=unused)
+
+
 GLM_DEFAULTS: dict[str, Any] = DEFAULTS | {
     "vocab_size": 151552,
     "intermediate_size": 13696,
@@ -104,7 +111,7 @@ FAMILIES = (
         model_type="glm4",
         defaults=GLM_DEFAULTS,
         read=read_glm4,
-        names=lambda spec: names_of(FUSED, FOUR_NORMS, orders=neighbour_orders(spec)),
+        names=_glm4_names,
     ),
     ModelFamily(
         architecture="Glm4MoeForCausalLM",
