@@ -46,8 +46,9 @@ def server(directory: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> OpenAI:
-    return client_of(server)
+def client(server: Server) -> Iterator[OpenAI]:
+    with client_of(server) as client:
+        yield client
 
 
 def client_of(server: Server) -> OpenAI:
@@ -157,8 +158,10 @@ def test_a_hybrid_is_refused_as_a_draft_model(directory: Path) -> None:
 def test_a_split_server_gives_the_answers_of_the_plain_one(directory: Path, client: OpenAI) -> None:
     prompts = [prompt_of(number) for number in range(6)]
     alone = [answer(client, prompt)[0] for prompt in prompts]
-    with Server(*OPTIONS, "--split", "--split-min-tokens", "2", model=str(directory)) as split:
-        own = client_of(split)
+    with (
+        Server(*OPTIONS, "--split", "--split-min-tokens", "2", model=str(directory)) as split,
+        client_of(split) as own,
+    ):
         with ThreadPoolExecutor(3) as pool:
             found = [*pool.map(lambda prompt: answer(own, prompt), prompts)]
         assert [tokens for tokens, _ in found] == alone

@@ -46,8 +46,9 @@ def server(directory: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def answer(client: OpenAI, number: int, **options: Any) -> str:

@@ -358,10 +358,10 @@ def test_each_library_sends_an_image(image_server: Server) -> None:
             extra_body={"temperature": 0},
         )
     answers += [block.text for block in message.content if block.type == "text"]
-    host = ollama.Client(host=image_server.url)
     drawn = {"role": "user", "content": "", "images": [IMAGE]}
     options = {"num_predict": FEW, "temperature": 0}
-    told = host.chat(model=SERVED_NAME, messages=[drawn], options=options)
+    with ollama.Client(host=image_server.url) as host:
+        told = host.chat(model=SERVED_NAME, messages=[drawn], options=options)
     answers.append(told.message.content)
     assert len(answers) == 3
     assert answers[0]

@@ -58,11 +58,11 @@ def test_a_browser_asks_whether_a_file_has_changed(gateway: GatewayProcess) -> N
 
 def test_a_file_is_compressed_for_those_who_accept_it(gateway: GatewayProcess) -> None:
     plain = get(gateway, "/web/app.js")
-    packed = requests.get(
+    with requests.get(
         gateway.url + "/web/app.js", headers={"Accept-Encoding": "gzip"}, stream=True, timeout=20
-    )
-    assert packed.headers["Content-Encoding"] == "gzip"
-    assert gzip.decompress(packed.raw.read()) == plain.content
+    ) as packed:
+        assert packed.headers["Content-Encoding"] == "gzip"
+        assert gzip.decompress(packed.raw.read()) == plain.content
     assert packed.headers["ETag"] != plain.headers["ETag"]
     assert packed.headers["Vary"] == plain.headers["Vary"] == "Accept-Encoding"
 
