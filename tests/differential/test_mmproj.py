@@ -145,6 +145,41 @@ def test_the_images_of_a_gateway_fit_the_encoder(tiny: TinyVision) -> None:
         assert rows.isfinite().all()
 
 
+COLOURS = {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.5, 0.5, 0.25]}
+ANY_SIZE = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    IDEFICS: (
+        {
+            "size": {"longest_edge": 4 * 28},
+            "max_image_size": {"longest_edge": 28},
+            "do_image_splitting": True,
+        },
+        {"image_seq_len": 1},
+    ),
+    GEMMA: ({"size": {"height": 56, "width": 56}}, {"image_seq_length": 16}),
+    QWEN2: (ANY_SIZE | {"size": {"shortest_edge": 56 * 56, "longest_edge": 12_845_056}}, {}),
+    WINDOWED: (ANY_SIZE | {"size": {"shortest_edge": 56 * 56, "longest_edge": 12_845_056}}, {}),
+    QWEN: (ANY_SIZE | {"size": {"shortest_edge": 64 * 784, "longest_edge": 16384 * 784}}, {}),
+    HYBRID: (ANY_SIZE | {"size": {"shortest_edge": 64 * 784, "longest_edge": 16384 * 784}}, {}),
+}
+"""Architecture -> the settings of the image processor besides the colours, and of the processor."""
+
+
+def test_images_are_preprocessed_as_in_the_published_models(tiny: TinyVision) -> None:
+    files = CheckpointFiles.from_card(found(gguf_of(tiny)).texts)
+    image, joint = PROCESSORS[tiny.architecture]
+    assert files.image == image | COLOURS
+    assert files.joint == joint
+
+
+def test_the_numbers_of_pixels_in_a_file_bound_its_images(tmp_path: Path) -> None:
+    tiny = made(QWEN, tmp_path)
+    changes = {"clip.vision.image_min_pixels": 784, "clip.vision.image_max_pixels": 7840}
+    file = write_mmproj(tmp_path / "bounded.gguf", tiny.model, changes=changes)
+    files = CheckpointFiles.from_card(found(gguf_of(tiny), file).texts)
+    assert files.image["size"] == {"shortest_edge": 784, "longest_edge": 7840}
+
+
 def test_the_memory_plan_counts_an_mmproj_file_beside_the_model(tiny: TinyVision) -> None:
     config = WorkerConfig(model=str(gguf_of(tiny)), image_cache_mib=3, device="cpu")
     (plan,) = preflight([config]).plans

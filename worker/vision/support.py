@@ -85,7 +85,10 @@ def encoder_files(config: WorkerConfig) -> EncoderFiles | None:
 def mmproj_beside(path: Path) -> Path | None:
     """Return the mmproj file beside a GGUF file; None if there is none, or if there are files of
     several models."""
-    names = [each.name for each in path.parent.iterdir() if each.name != path.name]
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.name != path.name]
+    except OSError:  # a folder may be readable only by name
+        return None
     best = best_mmproj(names)
     if best is None and any(map(is_mmproj, names)):
         log.warning(
