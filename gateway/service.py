@@ -49,7 +49,8 @@ from gateway.store.database import Interrupt
 from gateway.store.runs import DAY_S, Persistence
 from gateway.store.sqlite_file import Store, write_obstacle
 from gateway.thread_pool import result_of
-from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
+from protocol.config.base import NO_PATH
+from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.process.exit_codes import ExitCode
 from protocol.wire.cluster_key import read_cluster_key
 from protocol.wire.errors import (
@@ -108,7 +109,7 @@ def _engine_client(config: GatewayConfig, model: ModelConfig, metrics: Metrics) 
 def open_file_store(config: GatewayConfig) -> Store[BatchDatabase] | None:
     """Return the store of files and batches, which opens its file on first use; None if the
     operator turned it off."""
-    if config.file_store in ("", NO_STORE):
+    if config.file_store in ("", NO_PATH):
         return None
     return Store(
         partial(

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.config.gateway import NO_STORE
+from protocol.config.base import NO_PATH
 from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.flags import Flag, flags_of
@@ -203,7 +203,7 @@ def _value(flag: Flag, value: Any, folder: Path) -> Any:
 
 
 def _path(text: str, folder: Path) -> str:
-    if text in ("", NO_STORE):
+    if text in ("", NO_PATH):
         return text
     return os.path.abspath(folder / user_path(text))
 

@@ -42,7 +42,7 @@ GROUPS = (
     OptionGroup(
         "the model",
         "served_name max_len chat_template lora",
-        "lora_dir max_loras max_lora_rank default_sampling default_chat_template_kwargs "
+        "mmproj lora_dir max_loras max_lora_rank default_sampling default_chat_template_kwargs "
         "trust_request_chat_template tool_format reasoning_format reasoning_fields pooling "
         "image_urls preprocessed_images_mib image_data_mib image_cache_mib render_only",
     ),

@@ -25,7 +25,8 @@ from gateway.http.client_socket import Outlet
 from gateway.store.database import Database, Interrupt
 from gateway.store.queries import NewRun, RunBatch, RunControl, StoredRecord
 from gateway.store.sqlite_file import Store
-from protocol.config.gateway import NO_STORE, GatewayConfig
+from protocol.config.base import NO_PATH
+from protocol.config.gateway import GatewayConfig
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +245,7 @@ class Persistence:
         interrupt  kind of a run -> the function that makes the run's last event and final response
                    if its process has died
         """
-        if config.response_store in ("", NO_STORE):
+        if config.response_store in ("", NO_PATH):
             return None
         store = Store(
             partial(

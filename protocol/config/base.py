@@ -56,6 +56,10 @@ class DeviceDefault:
         return wanted or (self.gpu if is_gpu else self.cpu)
 
 
+NO_PATH = "none"
+"""The value of an option for a path that says that nothing is read or stored there."""
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all configs. Decoding an unknown field raises an error that names the field."""
 
@@ -65,7 +69,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         The process that opens the paths may have another working directory than the user's shell.
         """
         for field in fields:
-            if path := getattr(self, field):
+            if (path := getattr(self, field)) not in ("", NO_PATH):
                 msgspec.structs.force_setattr(self, field, os.path.abspath(path))
 
 

@@ -11,8 +11,6 @@ from protocol.config.base import Config, LogFormat, OnFailure, SharedKey, about
 from protocol.engine.model_card import sampling_defaults
 from protocol.wire.loopback import is_loopback
 
-NO_STORE = "none"
-"""The value of `response_store` and of `file_store` that turns storing off."""
 ENVIRONMENT_VARIABLE = "TIDEGATE_GATEWAY"
 """The environment variable in which a gateway process receives its config, as JSON."""
 
@@ -449,15 +447,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._make_absolute("chat_template", "api_keys", "engines_file")
+        self._make_absolute("response_store", "file_store")
         _check_names(self.hosted)
         if self.body_memory_mib and self.body_memory_mib < 2 * self.max_body_mib:
             raise ValueError(
                 f"body_memory_mib ({self.body_memory_mib}) is less than twice max_body_mib"
                 f" ({self.max_body_mib}), although one client may use only half of it"
             )
-        for field in ("response_store", "file_store"):
-            if getattr(self, field) != NO_STORE:
-                self._make_absolute(field)
         if not (is_loopback(self.host) or self.has_keys or self.insecure_no_auth):
             raise ValueError(
                 f"host {self.host} is reachable from other machines, but no API key is set: set "

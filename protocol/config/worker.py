@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from protocol.config.base import Config, DeviceDefault, KeyFile, LogFormat, SharedKey, about
+from protocol.config.base import (
+    NO_PATH,
+    Config,
+    DeviceDefault,
+    KeyFile,
+    LogFormat,
+    SharedKey,
+    about,
+)
 from protocol.engine.adapters import split_adapter
 from protocol.engine.model_card import SamplingDefaults
 
@@ -80,6 +88,15 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
             "address where the ranks of the group meet: file://PATH, tcp://HOST:PORT of rank 0, or "
             "env:// for torchrun",
             wiring=True,
+        ),
+    ] = ""
+    mmproj: Annotated[
+        str,
+        about(
+            "image encoder of a GGUF model: the mmproj file that llama.cpp's converter makes; "
+            f"default: the file beside the model whose name contains mmproj; {NO_PATH}: serve text "
+            "only",
+            path="file",
         ),
     ] = ""
     draft_model: DraftModel = ""
@@ -302,7 +319,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.block_tokens & (self.block_tokens - 1):
             raise ValueError(f"block_tokens ({self.block_tokens}) must be a power of two")
-        self._make_absolute("kv_disk", "lora_dir")
+        self._make_absolute("kv_disk", "lora_dir", "mmproj")
         msgspec.structs.force_setattr(self, "lora", [_absolute(text) for text in self.lora])
         names = [split_adapter(text)[0] for text in self.lora]
         if len(set(names)) < len(names):

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.differential.test_images import (
+from tests.support.draft_heads import check_proposals, write_with_head
+from tests.support.image_engine import ImageEngine
+from tests.support.vision_models import (
     ARCHITECTURES,
     CHANGES,
     LENGTHS,
@@ -19,8 +21,6 @@ from tests.differential.test_images import (
     ask,
     check,
 )
-from tests.support.draft_heads import check_proposals, write_with_head
-from tests.support.image_engine import ImageEngine
 from tests.support.wrapper_models import random_wrapper, write_wrapper
 from worker.device import device
 

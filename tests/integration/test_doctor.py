@@ -52,6 +52,15 @@ def test_an_unsupported_architecture_and_a_taken_port_are_bad_and_named(
     assert "BertLMHeadModel" in found["model"]["said"]
 
 
+def test_an_image_encoder_that_the_model_cannot_use_is_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = examined(capsys, str(write_tiny_llama(tmp_path)), "--mmproj", "encoder.gguf")
+    assert code == 1
+    assert "encoder.gguf is for GGUF files" in found["model"]["said"]
+    assert found["model"]["remedy"] == "serve without --mmproj"
+
+
 def test_a_tokenizer_that_a_gateway_cannot_use_is_bad(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,23 @@ def test_a_quantisation_brings_one_file(desk: Desk) -> None:
     ]
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "glm4"])
+def test_a_gguf_file_brings_its_image_encoder_if_that_can_be_used(
+    desk: Desk, architecture: str
+) -> None:
+    files = {**GGUFS, "mmproj-F16.gguf": b"GGUF encoder", "mmproj-F32.gguf": b"GGUF wide"}
+    desk.hub.repos["tide/pool-gguf"] = FakeRepo(files, architecture=architecture)
+    model = desk.pull("tide/pool-gguf:Q8_0")
+    assert Path(model.path).name == "pool-Q8_0.gguf"
+    beside = [path.name for path in Path(model.path).parent.glob("mmproj*")]
+    assert beside == ["mmproj-F16.gguf"] * (architecture == "gemma3")
+    shutil.rmtree(desk.home)
+    stored = stored_models(desk.home, desk.cache)
+    assert [len(each.files) for each in stored] == [1 + len(beside)]
+    remove_stored(desk.home, stored, desk.cache)
+    assert not desk.blobs()
+
+
 def test_a_file_with_another_digest_than_the_catalogues_is_refused_before_the_download(
     desk: Desk,
 ) -> None:

@@ -37,6 +37,8 @@ class FakeRepo:
     is_gated: bool = False
     #: How the paths of files in large-file storage end. These files have a SHA-256.
     large: tuple[str, ...] = (".safetensors", ".gguf", "tokenizer.json")
+    #: Architecture of its GGUF files; "": the Hub reports none.
+    architecture: str = ""
     #: Path -> the wrong digest that the Hub reports.
     forged: dict[str, str] = field(default_factory=dict)
     #: Path -> the wrong size that the Hub reports.
@@ -70,6 +72,7 @@ class FakeRepo:
             "gated": "manual" if self.is_gated else False,
             "tags": ["safetensors", f"license:{self.licence}"],
             "cardData": {"license": self.licence},
+            **({"gguf": {"architecture": self.architecture}} if self.architecture else {}),
             "siblings": [self._sibling(path) for path in self.files],
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tools.failure import Failure
-from tools.models.hub_files import RepoFile, choose_files, quantisations
+from tools.models.hub_files import RepoFile, choose_files, encoder_of, quantisations
 from tools.models.names import HubName, UrlName, parse_hub_name, parse_url
 from tools.models.pulling import served_name
 
@@ -164,6 +164,23 @@ def test_a_quantisation_selects_one_gguf_file(choice: str, path: str) -> None:
 def test_a_missing_quantisation_is_refused_with_a_list_of_those_that_exist(choice: str) -> None:
     with pytest.raises(Failure, match=r"choose one of a/b:\{BF16,IQ4_XS,Q4_K_M,Q4_K_S,Q6_K,Q8_0,"):
         chosen(f"a/b:{choice}", *GGUFS)
+
+
+@pytest.mark.parametrize(
+    ("encoders", "chosen"),
+    [
+        (["mmproj-F32.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf"], ["mmproj-F16.gguf"]),
+        (["mmproj-pool-f32.gguf", "mmproj-pool-q8_0.gguf"], ["mmproj-pool-q8_0.gguf"]),
+        (["mmproj-F16.gguf", "mmproj-other-F16.gguf"], []),
+        (["mmproj-model.gguf"], ["mmproj-model.gguf"]),
+        (["BF16/mmproj-F16.gguf", "mmproj-F16.txt"], []),
+    ],
+)
+def test_the_best_image_encoder_in_the_folder_of_a_gguf_file_is_chosen(
+    encoders: list[str], chosen: list[str]
+) -> None:
+    files = repo("pool-Q4_K_M.gguf", *encoders)
+    assert [each.path for each in encoder_of(files[0], files)] == chosen
 
 
 def test_all_parts_of_a_split_gguf_file_are_chosen_in_their_order() -> None:

@@ -105,6 +105,7 @@ def test_each_model_has_an_engine_and_a_group_of_its_own() -> None:
         (("/a", "/b", "--split"), "split cannot be combined with several models"),
         (("/a", "/b", "--cluster-key", "k"), "cluster_key cannot be combined with several models"),
         (("/a", "/b", "--served-name", "x"), "served_name cannot be combined with several models"),
+        (("/a", "/b", "--mmproj", "/m"), "mmproj cannot be combined with several models; set it"),
         (
             ("/a", "/b", "--draft-model", "/c", "--speculation", "model"),
             "draft_model cannot be combined with models that are loaded on demand",

@@ -145,6 +145,9 @@ def test_all_parts_of_a_gguf_model_are_in_use(tmp_path: Path) -> None:
     assert files_in_use([str(parts[0]), str(tmp_path / "missing")]) == set(parts)
 
 
-def test_drafts_and_adapters_are_loaded_too() -> None:
-    worker = WorkerConfig(model="/m", draft_model="/d", lora=["a=/a", "b=/b"], lora_dir="/more")
-    assert loaded_paths(worker) == ["/m", "/d", "/a", "/b", "/more"]
+def test_encoders_drafts_and_adapters_are_loaded_too() -> None:
+    worker = WorkerConfig(
+        model="/m", mmproj="/e", draft_model="/d", lora=["a=/a", "b=/b"], lora_dir="/more"
+    )
+    assert loaded_paths(worker) == ["/m", "/e", "/d", "/a", "/b", "/more"]
+    assert loaded_paths(WorkerConfig(model="/m", mmproj="none")) == ["/m"]

@@ -65,14 +65,15 @@ MARKS = {Verdict.OK: "ok", Verdict.DOUBT: "doubt", Verdict.BAD: "BAD"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options = {flag.field: flag for flag in flags_of(GatewayConfig)}
+    flags = [*flags_of(GatewayConfig), *flags_of(WorkerConfig)]
+    options = {flag.field: flag for flag in flags}
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
         help="also check this model: a directory, a .gguf file, or the name of a downloaded model",
     )
-    for field in ("host", "port"):
+    for field in ("mmproj", "host", "port"):
         flag = options[field]
         parser.add_argument(
             flag.name, default=flag.default, type=flag.read, metavar=flag.metavar, help=flag.help
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     found = []
-    for finding in examine(options.model, options.host, options.port):
+    for finding in examine(options.model, options.host, options.port, options.mmproj):
         found.append(finding)
         if not options.json:
             print(format_finding(finding), flush=True)
@@ -96,8 +97,11 @@ def format_finding(finding: Finding) -> str:
     return line + (f"\n{'':19}-> {finding.remedy}" if finding.remedy else "")
 
 
-def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
-    """Run all checks, the quick ones first, and yield their findings."""
+def examine(model: str | None, host: str, port: int, mmproj: str = "") -> Iterator[Finding]:
+    """Run all checks, the quick ones first, and yield their findings.
+
+    mmproj   the option of this name, for the model
+    """
     yield findings.python(sys.version_info[:3])
     yield findings.packages(check_rooms(thorough=True))
     libraries = {extra: versions for extra in EXTRAS if (versions := _versions(extra))}
@@ -109,10 +113,11 @@ def examine(model: str | None, host: str, port: int) -> Iterator[Finding]:
     yield _cache()
     yield findings.environment(left_out())
     if None not in libraries.get("worker", {}).values():
-        yield from _worker(model, has_gateway=None not in libraries.get("gateway", {}).values())
+        has_gateway = None not in libraries.get("gateway", {}).values()
+        yield from _worker(model, mmproj, has_gateway=has_gateway)
 
 
-def _worker(model: str | None, *, has_gateway: bool) -> Iterator[Finding]:
+def _worker(model: str | None, mmproj: str, *, has_gateway: bool) -> Iterator[Finding]:
     """Yield the findings about the worker, and about the model if there is one.
 
     has_gateway   whether the gateway's libraries are installed, so that it can check the model
@@ -134,7 +139,7 @@ def _worker(model: str | None, *, has_gateway: bool) -> Iterator[Finding]:
         yield findings.memory(facts)
         return
     try:
-        found = preflight([WorkerConfig(model=str(path))])
+        found = preflight([WorkerConfig(model=str(path), mmproj=mmproj)])
     except Failure as failure:
         yield Finding("model", str(failure), Verdict.BAD, "see: tidegate models")
         return

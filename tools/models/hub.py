@@ -48,6 +48,7 @@ from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 
 from protocol.process.exit_codes import ExitCode
+from protocol.shared.mmproj import ENCODED_ARCHITECTURES
 from tools.failure import Failure
 from tools.models.download import (
     Checksum,
@@ -64,7 +65,7 @@ from tools.models.download import (
 from tools.models.fetch import PrintLine, check_space, format_size, locked, progress_bar
 from tools.models.http_file import HttpFile
 from tools.models.hub_cache import cached_model, repository_folder, repository_lock
-from tools.models.hub_files import CONFIG, Kind, RepoFile, choose_files
+from tools.models.hub_files import CONFIG, Kind, RepoFile, choose_files, encoder_of
 from tools.models.names import HubName
 from tools.models.records import PulledFile, PulledModel, read_records, write_record
 
@@ -153,8 +154,11 @@ class HubDownloads:
         )
         if info.sha is None or not _COMMIT.fullmatch(info.sha):
             raise _no_download(f"{self._endpoint} reports no commit of {name.repo}", MIRROR)
-        kind, files = choose_files(name, list(_repo_files(info)))
+        stored = list(_repo_files(info))
+        kind, files = choose_files(name, stored)
         self._check_expected(name, files)
+        if kind == "GGUF" and _architecture(info) in ENCODED_ARCHITECTURES:
+            files = [*files, *encoder_of(files[0], stored)]
         return HubModel(name=name, commit=info.sha, licence=_licence(info), kind=kind, files=files)
 
     def _check_expected(self, name: HubName, files: Sequence[RepoFile]) -> None:
@@ -399,6 +403,12 @@ def _repo_files(info: ModelInfo) -> Iterator[RepoFile]:
         git_sha1 = each.blob_id if each.blob_id and _SHA1.fullmatch(each.blob_id) else None
         if each.size is not None and (sha256 or git_sha1):
             yield RepoFile(path=each.rfilename, size=each.size, sha256=sha256, git_sha1=git_sha1)
+
+
+def _architecture(info: ModelInfo) -> str | None:
+    """Return the architecture of a repository's GGUF files; None if the Hub reports none."""
+    facts = getattr(info, "gguf", None)
+    return facts.get("architecture") if isinstance(facts, dict) else None
 
 
 def _checksum(file: RepoFile) -> Checksum:

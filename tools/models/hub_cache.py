@@ -12,7 +12,7 @@ from pathlib import Path
 
 from protocol.shared.gguf_parts import is_later_part
 from tools.failure import Failure
-from tools.models.hub_files import RepoFile, choose_files
+from tools.models.hub_files import RepoFile, choose_files, encoder_of
 from tools.models.names import MAIN, HubName
 from tools.models.records import SNAPSHOTS, PulledFile, PulledModel
 
@@ -33,7 +33,10 @@ def repository_lock(home: Path, repo: str) -> Path:
 def cached_model(name: HubName, snapshot: Path) -> PulledModel:
     """Return the model `name` in a snapshot of the cache. Its digests are not verified. Raises
     Failure if the snapshot lacks files that the model needs."""
-    kind, files = choose_files(name, _files(snapshot))
+    stored = _files(snapshot)
+    kind, files = choose_files(name, stored)
+    if kind == "GGUF":
+        files = [*files, *encoder_of(files[0], stored)]
     return PulledModel(
         name=str(name),
         kind=kind,

@@ -13,6 +13,7 @@ from typing import Literal
 
 from protocol.process.exit_codes import ExitCode
 from protocol.shared.gguf_parts import all_parts, is_later_part
+from protocol.shared.mmproj import best_mmproj
 from tools.failure import Failure
 from tools.models.names import HubName
 
@@ -83,6 +84,19 @@ def choose_files(name: HubName, files: Sequence[RepoFile]) -> tuple[Kind, list[R
         f"{name.repo} has neither {SINGLE}, nor {INDEX}, nor .gguf files; "
         "choose a repository with one of these"
     )
+
+
+def encoder_of(model: RepoFile, files: Sequence[RepoFile]) -> list[RepoFile]:
+    """Return the image encoder (mmproj) of a GGUF model, which is in its folder; [] if there is
+    none, or if it is not clear which one it is."""
+    folder = model.path.rpartition("/")[0]
+    beside = {
+        each.path: each
+        for each in files
+        if each.path.rpartition("/")[0] == folder and _GGUF.fullmatch(each.path)
+    }
+    best = best_mmproj(beside)
+    return [] if best is None else [beside[best]]
 
 
 def _choose_weights(files: Sequence[RepoFile]) -> list[RepoFile]:

@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from protocol.config.base import NO_PATH
 from protocol.config.engine import EngineConfig
-from protocol.config.gateway import NO_STORE, GatewayConfig, ModelConfig
+from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.worker import WorkerConfig
 from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import attach_to_parent
@@ -72,7 +73,7 @@ def plan(config: OfflineConfig, directory: Path) -> tuple[GatewayConfig, EngineC
         WorkerConfig, left, model=config.model, address=f"ipc://{directory / 'worker.sock'}"
     )
     engine = _build(EngineConfig, left, worker=msgspec.to_builtins(worker), address=address)
-    fixed = {"engine": address, "response_store": NO_STORE, "file_store": NO_STORE}
+    fixed = {"engine": address, "response_store": NO_PATH, "file_store": NO_PATH}
     gateway = _build(GatewayConfig, left, only=MODEL_OPTIONS, log_requests=False, **fixed)
     if left:
         raise Failure(f"{min(left)}: unknown option", exit_code=ExitCode.USAGE)

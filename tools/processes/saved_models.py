@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.config.base import NO_PATH
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import ModelConfig
 from protocol.config.worker import WorkerConfig
@@ -71,9 +72,10 @@ def write_saved(file: Path, content: bytes) -> None:
 
 def loaded_paths(worker: WorkerConfig) -> list[str]:
     """Return the directories and files that a worker loads, or may load later: those of the model,
-    its draft model, and its adapters."""
+    its image encoder, its draft model, and its adapters."""
     adapters = [split_adapter(each)[1] for each in worker.lora]
-    paths = [worker.model, worker.draft_model, *adapters, worker.lora_dir]
+    encoder = worker.mmproj if worker.mmproj != NO_PATH else ""
+    paths = [worker.model, encoder, worker.draft_model, *adapters, worker.lora_dir]
     return [path for path in paths if path]
 
 

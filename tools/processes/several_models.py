@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from protocol.config.base import NO_PATH
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
@@ -86,6 +87,11 @@ def check_shared(
     """Raise ValueError if an option is set that models which are loaded on demand cannot share."""
     if gateway.served_name and len(models) > 1:
         raise ValueError("served_name cannot be combined with several models; use NAME=MODEL")
+    if engine.worker.mmproj not in ("", NO_PATH) and len(models) > 1:
+        raise ValueError(
+            "mmproj cannot be combined with several models; set it for one of them in the file of "
+            "--models"
+        )
     if engine.worker.draft_model:
         raise ValueError("draft_model cannot be combined with models that are loaded on demand")
 

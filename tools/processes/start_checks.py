@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.config.base import PathKind
-from protocol.config.gateway import NO_STORE
+from protocol.config.base import NO_PATH, PathKind
 from protocol.process.exit_codes import ExitCode
 from protocol.process.installation import install_command
 from protocol.wire.cluster_key import read_cluster_key
@@ -52,7 +51,7 @@ def check_paths(configs: Iterable[type[msgspec.Struct]], values: Mapping[str, An
     """
     for flag in (flag for config in configs for flag in flags_of(config) if flag.path):
         path = values.get(flag.field)
-        if path in (None, "", NO_STORE):
+        if path in (None, "", NO_PATH):
             continue
         try:
             _CHECKS[flag.path](Path(path))

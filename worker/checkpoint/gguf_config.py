@@ -283,6 +283,16 @@ def qwen3_moe(metadata: Metadata) -> Config:
     return rms(metadata) | experts
 
 
+def with_axes(
+    config: Callable[[Metadata], Config], metadata: Metadata, *, is_interleaved: bool = True
+) -> Config:
+    """Return the keys that `config` reads, and those of M-RoPE, whose rotary positions of an image
+    have several axes. The fourth section is always 0."""
+    found, rope = metadata.get("rope.dimension_sections"), rope_parameters(metadata)
+    rope["mrope_section"] = found[:3] if isinstance(found, list) else None
+    return config(metadata) | {"rope_parameters": rope, "mrope_interleaved": is_interleaved}
+
+
 def qwen2_moe(metadata: Metadata) -> Config:
     """Return the keys of Qwen2-MoE besides those of `common`. As in llama.cpp, the weights of the
     chosen experts are never divided by their sum."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from worker.checkpoint import (
     gguf_config,
@@ -17,7 +18,7 @@ from worker.checkpoint import (
     gguf_mamba,
     gguf_mistral,
 )
-from worker.checkpoint.gguf_config import Config, Metadata
+from worker.checkpoint.gguf_config import Config, Metadata, with_axes
 from worker.checkpoint.gguf_names import (
     CHOICE_ROLES,
     CONV_ROLES,
@@ -119,9 +120,16 @@ FAMILIES = {
     "qwen3": GGUFFamily(families=("Qwen3ForCausalLM",), config=gguf_config.rms),
     "qwen3moe": GGUFFamily(families=("Qwen3MoeForCausalLM",), config=gguf_config.qwen3_moe),
     # The text parts of Qwen2-VL and Qwen3-VL. The images' part is another file.
-    "qwen2vl": GGUFFamily(families=("Qwen2ForCausalLM",), config=gguf_config.rms),
-    "qwen3vl": GGUFFamily(families=("Qwen3ForCausalLM",), config=gguf_config.rms),
-    "qwen3vlmoe": GGUFFamily(families=("Qwen3MoeForCausalLM",), config=gguf_config.qwen3_moe),
+    "qwen2vl": GGUFFamily(
+        families=("Qwen2ForCausalLM",),
+        config=partial(with_axes, gguf_config.rms, is_interleaved=False),
+    ),
+    "qwen3vl": GGUFFamily(
+        families=("Qwen3ForCausalLM",), config=partial(with_axes, gguf_config.rms)
+    ),
+    "qwen3vlmoe": GGUFFamily(
+        families=("Qwen3MoeForCausalLM",), config=partial(with_axes, gguf_config.qwen3_moe)
+    ),
     "qwen3next": GGUFFamily(
         families=("Qwen3NextForCausalLM",),
         config=gguf_config.qwen_hybrid,
@@ -130,13 +138,13 @@ FAMILIES = {
     ),
     "qwen35": GGUFFamily(
         families=("Qwen3_5ForCausalLM",),
-        config=gguf_config.qwen_hybrid,
+        config=partial(with_axes, gguf_config.qwen_hybrid),
         roles=HYBRID_ROLES | TILED_ROLES,
         has_whole_norms=True,
     ),
     "qwen35moe": GGUFFamily(
         families=("Qwen3_5MoeForCausalLM",),
-        config=gguf_config.qwen_hybrid,
+        config=partial(with_axes, gguf_config.qwen_hybrid),
         roles=HYBRID_ROLES | TILED_ROLES,
         has_whole_norms=True,
     ),
@@ -347,11 +355,20 @@ FAMILIES = {
 """`general.architecture` -> how its files are read."""
 
 
+ENCODER = "clip"
+"""`general.architecture` of all mmproj files (vision/mmproj.py)."""
+
+
 def gguf_family(architecture: str) -> GGUFFamily:
     """Return how files with this `general.architecture` are read. Raises UnusableModel if the
     architecture is not supported."""
     if family := FAMILIES.get(architecture):
         return family
+    if architecture == ENCODER:
+        raise UnusableModel(
+            "the file is an image encoder (mmproj), not a model",
+            remedy="serve the model's file, and give this one with --mmproj",
+        )
     raise UnusableModel(
         f"architecture {architecture!r} is not supported in GGUF files; supported: "
         f"{', '.join(FAMILIES)}"

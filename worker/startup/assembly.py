@@ -21,6 +21,7 @@ from protocol.engine.model_card import ModelCard
 from protocol.worker.steps import TokenizerRead, WorkerReady
 from worker.attention.base import Attention
 from worker.attention.select import select_attention
+from worker.checkpoint.digest import digest
 from worker.checkpoint.text import check_draft
 from worker.device import cpuinfo, machine, malloc
 from worker.device import device as devices
@@ -66,7 +67,7 @@ from worker.startup.warm_up import warm_up
 from worker.step.decode_fast_path import PlainDecode
 from worker.step.decode_graph import CudaGraphs
 from worker.step.runner import Runner
-from worker.vision.support import image_support, longest_run
+from worker.vision.support import encoder_files, image_support, longest_run
 from worker.vision.tower import ImageTower
 
 log = logging.getLogger(__name__)
@@ -150,11 +151,13 @@ class ServedImages:
     support    what clients must know; None: the model's images are not computed
     tower      the encoder; None: the worker encodes no images
     num_rows   number of rows that are kept
+    files      files of the encoder that are not files of the model
     """
 
     support: ImageSupport | None
     tower: ImageTower | None = None
     num_rows: int = 0
+    files: Sequence[Path] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -171,15 +174,17 @@ def _load_images(
 ) -> tuple[ServedImages, StepLimits]:
     """Load the encoder of the model's images, if there is one. Return the images, and limits whose
     steps have room for an image if that is computed as a whole."""
-    path, spec = Path(config.model), loaded.spec
-    support = image_support(path, device=device.type, world_size=config.world_size)
-    if support is None or not isinstance(spec, ModelSpec):
-        return ServedImages(support), limits
+    spec, files = loaded.spec, encoder_files(config)
+    if files is None or not isinstance(spec, ModelSpec):
+        return ServedImages(None), limits
+    support = image_support(files, device=device.type, world_size=config.world_size)
+    if support is None:
+        return ServedImages(None), limits
     reason = support.reason
     if not reason and support.needs_grid and not spec.has_rope_axes:
-        reason = "config.json of this model has no mrope_section that fits its heads"
+        reason = "the files of this model have no mrope_section that fits its heads"
     if not reason and spec.sees_whole_runs:
-        longest = longest_run(path)
+        longest = longest_run(files)
         roomy = with_whole_runs(limits, config, longest)
         if roomy is None:
             reason = (
@@ -196,7 +201,7 @@ def _load_images(
         try:
             with timing("load the image encoder"):
                 dtype: torch.dtype = getattr(torch, loaded.card.dtype)
-                tower = ImageTower.load(path, spec.hidden, dtype, scale=spec.image_scale)
+                tower = ImageTower.load(files, spec.hidden, dtype, scale=spec.image_scale)
         except UnusableModel as error:  # its text part may be served all the same
             reason = f"the image encoder of this model cannot be loaded: {error}"
     if reason:
@@ -207,12 +212,15 @@ def _load_images(
     support = msgspec.structs.replace(
         support, max_tokens=num_rows, sees_whole_runs=spec.sees_whole_runs
     )
-    return ServedImages(support, tower, num_rows), limits
+    return ServedImages(support, tower, num_rows, files.paths), limits
 
 
 def _card(config: WorkerConfig, loaded: LoadedModel, images: ServedImages) -> ModelCard:
+    """Return the model's card. Its digest covers the encoder, because K/V depend on that."""
+    card = loaded.card
+    whole = digest(list(images.files), card.digest.encode()) if images.files else card.digest
     return msgspec.structs.replace(
-        loaded.card, recommended=config.recommended_sampling, images=images.support
+        card, digest=whole, recommended=config.recommended_sampling, images=images.support
     )
 
 

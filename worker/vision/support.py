@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from protocol.config.base import NO_PATH
+from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import ImageSupport
-from worker.spec.fields import read_json
-from worker.spec.wrappers import text_name
+from protocol.shared.mmproj import best_mmproj, is_mmproj
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.errors import UnusableModel
+from worker.spec.fields import parsed_json, read_json
+from worker.vision.encoder_files import CONFIG, TEXTS, DirectoryEncoder, EncoderFiles
+from worker.vision.mmproj import MmprojEncoder
+
+log = logging.getLogger(__name__)
 
 IMAGE_TOKENS = {
     "idefics3": "image_token_id",
@@ -36,20 +46,71 @@ WITH_GRID = frozenset(kind for kind in IMAGE_TOKENS if kind.startswith(("qwen", 
 """Those of them whose rotary positions of an image have several axes (M-RoPE). In the others the
 positions are those in the prompt."""
 OTHER_KEYS = ("image_token_index", "image_token_id")
-FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
-OF_SOUND = ("audio_tower.", "embed_audio.")
-"""Prefixes of the tensors for sound, which is not served."""
 NEEDED = ("transformers", "PIL")
+OTHER_FILE = "give the mmproj file that was made of this model, or none to serve text only"
 
 
-def image_support(path: Path, *, device: str, world_size: int) -> ImageSupport | None:
-    """Return how a checkpoint's images are served; None if its family's images are not computed."""
-    if not path.is_dir() or not (path / "config.json").is_file():
+def encoder_files(config: WorkerConfig) -> EncoderFiles | None:
+    """Return the files of a model's image encoder; None if it has none, or if its family's images
+    are not computed.
+
+    Raises UnusableModel if the file of --mmproj cannot be used. A file that was only found beside
+    the model is left out then, with a warning.
+    """
+    path = Path(config.model)
+    given = config.mmproj if config.mmproj != NO_PATH else ""
+    if path.suffix != ".gguf":
+        if given:
+            raise UnusableModel(
+                f"--mmproj {given} is for GGUF files; a directory has the encoder in its own files",
+                remedy="serve without --mmproj",
+            )
+        return _directory_encoder(path)
+    found = Path(given) if given else None
+    if config.mmproj == "":
+        found = mmproj_beside(path)
+    if found is None:
         return None
-    config = read_json(path / "config.json")
-    kind = str(config.get("model_type"))
-    if kind not in IMAGE_TOKENS or "vision_config" not in config:
+    try:
+        return MmprojEncoder(found, GGUFFile(path))
+    except UnusableModel as error:
+        if given:
+            raise UnusableModel(
+                f"--mmproj: {error.message}", remedy=error.remedy or OTHER_FILE
+            ) from error
+        log.warning("requests with images are refused: %s", error.message)
         return None
+
+
+def mmproj_beside(path: Path) -> Path | None:
+    """Return the mmproj file beside a GGUF file; None if there is none, or if there are files of
+    several models."""
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.name != path.name]
+    except OSError:  # a folder may be readable only by name
+        return None
+    best = best_mmproj(names)
+    if best is None and any(map(is_mmproj, names)):
+        log.warning(
+            "the model is served without images, because mmproj files of several models are "
+            "beside it; choose one with --mmproj"
+        )
+    return None if best is None else path.with_name(best)
+
+
+def _directory_encoder(path: Path) -> EncoderFiles | None:
+    if not (path / CONFIG).is_file():
+        return None
+    config = read_json(path / CONFIG)
+    if str(config.get("model_type")) not in IMAGE_TOKENS or "vision_config" not in config:
+        return None
+    return DirectoryEncoder(path)
+
+
+def image_support(files: EncoderFiles, *, device: str, world_size: int) -> ImageSupport | None:
+    """Return how the images of an encoder are served; None if its config names no placeholder."""
+    config = files.config
+    kind = str(config["model_type"])
     keys = (IMAGE_TOKENS[kind], *OTHER_KEYS)
     token = next((config[key] for key in keys if isinstance(config.get(key), int)), None)
     if token is None:
@@ -57,25 +118,35 @@ def image_support(path: Path, *, device: str, world_size: int) -> ImageSupport |
     return ImageSupport(
         model_type=kind,
         token_id=token,
-        files={name: (path / name).read_bytes() for name in FILES if (path / name).is_file()},
+        files=files.texts,
         reason=_reason(device, world_size),
         needs_grid=kind in WITH_GRID,
     )
 
 
-def longest_run(path: Path) -> int:
+def longest_run(files: EncoderFiles) -> int:
     """Return the most tokens of an image of Gemma 3 or 4, whose tokens see each other."""
-    if read_json(path / "config.json").get("model_type") == "gemma3":
-        return _whole_number(path, "config.json", "mm_tokens_per_image") or 256
-    of_processor = (_whole_number(path, name, "max_soft_tokens") for name in reversed(FILES))
+    if files.config["model_type"] == "gemma3":
+        return _whole_number(files.config, "mm_tokens_per_image") or 256
+    names = (name for name in reversed(TEXTS) if name in files.texts)
+    of_processor = (_whole_number(_decoded(files, name), "max_soft_tokens") for name in names)
     return next(filter(None, of_processor), 280)
 
 
-def _whole_number(path: Path, file: str, key: str) -> int:
-    """Return a number in a file of the checkpoint, or in its `image_processor`; 0: it has none."""
-    content = read_json(path / file) if (path / file).is_file() else {}
+def _decoded(files: EncoderFiles, name: str) -> Mapping[str, Any]:
+    try:
+        content = parsed_json(files.texts[name])
+    except (ValueError, RecursionError) as error:
+        raise UnusableModel(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UnusableModel(f"{name} is not a JSON object")
+    return content
+
+
+def _whole_number(content: Mapping[str, Any], key: str) -> int:
+    """Return a number of the object or of its `image_processor`; 0: it has none."""
     inner = content.get("image_processor")
-    value = (content if not isinstance(inner, dict) else content | inner).get(key)
+    value = ({**content, **inner} if isinstance(inner, dict) else content).get(key)
     return value if isinstance(value, int) else 0
 
 
@@ -90,17 +161,6 @@ def _reason(device: str, world_size: int) -> str:
     if device != "cpu":
         return "images are computed on a CPU only: serve with --device cpu"
     return ""
-
-
-def tower_key(name: str) -> str:
-    """Return the name of a tensor without the prefixes that only some files and classes have."""
-    return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
-
-
-def is_of_images(name: str) -> bool:
-    """Return whether a tensor of a checkpoint belongs to its image encoder."""
-    key = tower_key(name)
-    return key == "image_newline" or (text_name(name) is None and not key.startswith(OF_SOUND))
 
 
 def shrunk_text(config: Any) -> None:

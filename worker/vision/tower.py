@@ -7,8 +7,7 @@ by a fixed number of threads, so its rows have the same bits whenever they are c
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,12 @@ import torch
 from torch import Tensor
 
 from protocol.engine.attachments import AttachedTensor, attachment_digest
-from worker.checkpoint.safetensors_files import weight_files
 from worker.device.postponed import TORCH_SHAPES, load_postponed
 from worker.errors import UnusableModel
-from worker.vision.support import is_of_images, shrunk_text, tower_key
+from worker.vision.encoder_files import EncoderFiles
+from worker.vision.support import shrunk_text
+from worker.vision.tensor_names import is_of_images, tower_key
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of weights that are not quantised."""
 BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError)
 """Exceptions of transformers' classes for a config.json that they cannot read."""
 
@@ -52,15 +50,16 @@ class ImageTower:
         return (1 + self.num_added) * self.hidden * self.dtype.itemsize
 
     @classmethod
-    def load(cls, path: Path, hidden: int, dtype: torch.dtype, *, scale: float = 1.0) -> ImageTower:
-        """Load the encoder of the checkpoint `path`. Raises UnusableModel, without the path, if
-        transformers cannot build it, or if weights of it are missing, quantised or of other
-        shapes."""
+    def load(
+        cls, files: EncoderFiles, hidden: int, dtype: torch.dtype, *, scale: float = 1.0
+    ) -> ImageTower:
+        """Load an encoder. Raises UnusableModel, without a path, if transformers cannot build it,
+        or if weights of it are missing, quantised or of other shapes."""
         load_postponed(TORCH_SHAPES)  # transformers' classes need it
-        from transformers import AutoConfig, AutoModelForImageTextToText
+        from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
         try:
-            config = AutoConfig.from_pretrained(path)
+            config = CONFIG_MAPPING[files.config["model_type"]].from_dict(dict(files.config))
             shrunk_text(config)
             model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         except BUILD_ERRORS as error:
@@ -68,7 +67,7 @@ class ImageTower:
         model = model.eval().requires_grad_(False)
         parameters = dict(model.named_parameters())
         wanted = {name: each for name, each in model.state_dict().items() if is_of_images(name)}
-        found = _read(path, {tower_key(name) for name in wanted})
+        found = files.read({tower_key(name) for name in wanted})
         for name, target in wanted.items():
             value = found.get(tower_key(name))
             if value is None and name not in parameters:
@@ -115,16 +114,3 @@ def _joined(made: Any) -> Tensor:
 def _tensor(tensor: AttachedTensor) -> Tensor:
     array = np.frombuffer(tensor.data.data, dtype=np.dtype(tensor.dtype)).reshape(tensor.shape)
     return torch.from_numpy(array.copy())
-
-
-def _read(path: Path, keys: Container[str]) -> Mapping[str, Tensor]:
-    """Return those tensors of the checkpoint `path` whose `tower_key` is in `keys`, in float32."""
-    from safetensors import safe_open
-
-    found: dict[str, Tensor] = {}
-    for file in weight_files(path):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no dict
-                if tower_key(name) in keys and (value := opened.get_tensor(name)).dtype in DTYPES:
-                    found[tower_key(name)] = value.float()
-    return found

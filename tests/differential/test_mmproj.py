@@ -1,0 +1,330 @@
+"""A GGUF file with an mmproj file gives the answers of the model's safetensors about images."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+
+from gateway.images.families import FAMILIES as PROMPTERS
+from gateway.images.families import ImageFacts
+from gateway.images.processor import preprocessed
+from gateway.images.settings import CheckpointFiles
+from protocol.config.worker import WorkerConfig
+from protocol.engine.attachments import attachment_digest
+from protocol.shared.mmproj import ENCODED_ARCHITECTURES
+from tests.support.image_engine import ImageEngine
+from tests.support.image_models import picture
+from tests.support.mmproj_files import write_mmproj, write_text
+from tests.support.vision_models import (
+    CHANGES,
+    LENGTHS,
+    TinyVision,
+    answer_of,
+    ask,
+    check,
+    written,
+)
+from tests.support.wrapper_models import random_wrapper
+from worker.device import device
+from worker.device.timing import StartupTiming
+from worker.errors import UnusableModel
+from worker.startup.assembly import assemble
+from worker.startup.preflight import preflight
+from worker.vision.encoder_files import DirectoryEncoder, EncoderFiles
+from worker.vision.projectors import PROJECTORS
+from worker.vision.support import encoder_files
+from worker.vision.tensor_names import is_of_images
+from worker.vision.tower import ImageTower
+
+IDEFICS, GEMMA, QWEN2, WINDOWED, QWEN, HYBRID = (
+    "Idefics3ForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+)
+PARTS: dict[str, dict[str, Any]] = {
+    IDEFICS: {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    GEMMA: {"image_size": 56, "num_hidden_layers": 2},
+    QWEN2: {"depth": 3},
+    WINDOWED: {"depth": 4, "fullatt_block_indexes": [1, 3]},
+    QWEN: {"depth": 4, "deepstack_visual_indexes": [0, 2]},
+    HYBRID: {"depth": 2},
+}
+"""Architecture -> keys of the config of its encoder."""
+STORED = {GEMMA: {"query_pre_attn_scalar": 32}}
+"""Architecture -> options that GGUF files do not store, with the only value that is computed."""
+
+
+@pytest.fixture(autouse=True)
+def one_process_assembles_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch allows to set the number of threads only once per process."""
+    monkeypatch.setattr(device, "set_threads", lambda threads: None)
+
+
+def made(architecture: str, directory: Path) -> TinyVision:
+    """Return a model. Its directory has the safetensors, the GGUF file and the mmproj file."""
+    changes = CHANGES.get(architecture, {})
+    whole = {**changes.get("whole", {}), "vision_config": PARTS[architecture]}
+    own = {**changes, **STORED.get(architecture, {}), "whole": whole}
+    tiny = written(architecture, directory, **own)
+    write_text(gguf_of(tiny), tiny.model)
+    write_mmproj(mmproj_of(tiny), tiny.model)
+    return tiny
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
+    return made(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def idefics(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
+    return made(IDEFICS, tmp_path_factory.mktemp(IDEFICS))
+
+
+def gguf_of(tiny: TinyVision) -> Path:
+    return tiny.directory / "text.gguf"
+
+
+def mmproj_of(tiny: TinyVision) -> Path:
+    return tiny.directory / "mmproj-text.gguf"
+
+
+def found(model: Path, mmproj: Path | str = "") -> EncoderFiles:
+    files = encoder_files(WorkerConfig(model=str(model), mmproj=str(mmproj)))
+    assert files is not None
+    return files
+
+
+class Everything(Container[str]):
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+def weights(model: Path, mmproj: Path | str = "") -> Mapping[str, torch.Tensor]:
+    return found(model, mmproj).read(Everything())
+
+
+def test_an_answer_about_images_is_that_of_transformers(tiny: TinyVision) -> None:
+    engine = ImageEngine(gguf_of(tiny), token_budget=tiny.budget(7), mmproj=str(mmproj_of(tiny)))
+    for lengths in LENGTHS[:3]:
+        number = ask(engine, tiny, *lengths)
+        engine.run()
+        check(engine.logprobs(number), answer_of(tiny, *lengths))
+
+
+def test_the_weights_are_those_of_the_safetensors(tiny: TinyVision) -> None:
+    ours, theirs = weights(gguf_of(tiny)), DirectoryEncoder(tiny.directory).read(Everything())
+    of_images = {name for name in theirs if is_of_images(name) and ".head." not in name}
+    assert ours.keys() == of_images
+    for name, each in ours.items():
+        # One is added to a norm in the file and subtracted again.
+        assert torch.allclose(each, theirs[name], atol=1e-7), name
+
+
+def test_the_images_of_a_gateway_fit_the_encoder(tiny: TinyVision) -> None:
+    """The settings of the image processor are those of the mmproj file."""
+    files = found(gguf_of(tiny))
+    texts = CheckpointFiles.from_card(files.texts)
+    prompter = PROMPTERS[files.config["model_type"]](texts, {}, "\0")  # type: ignore[operator]
+    hidden = tiny.model.config.get_text_config().hidden_size
+    tower = ImageTower.load(files, hidden, torch.float32)
+    for size in ((40, 40), (130, 50)):
+        image = preprocessed(picture(*size), prompter.settings(has_company=False))
+        facts = ImageFacts(image.numbers, image.shapes)
+        count = prompter.text(facts, has_company=False).text.count("\0")
+        rows = tower.encode(attachment_digest(image.tensors), image.tensors, count)
+        assert rows.isfinite().all()
+
+
+COLOURS = {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.5, 0.5, 0.25]}
+ANY_SIZE = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    IDEFICS: (
+        {
+            "size": {"longest_edge": 4 * 28},
+            "max_image_size": {"longest_edge": 28},
+            "do_image_splitting": True,
+        },
+        {"image_seq_len": 1},
+    ),
+    GEMMA: ({"size": {"height": 56, "width": 56}}, {"image_seq_length": 16}),
+    QWEN2: (ANY_SIZE | {"size": {"shortest_edge": 56 * 56, "longest_edge": 12_845_056}}, {}),
+    WINDOWED: (ANY_SIZE | {"size": {"shortest_edge": 56 * 56, "longest_edge": 12_845_056}}, {}),
+    QWEN: (ANY_SIZE | {"size": {"shortest_edge": 64 * 784, "longest_edge": 16384 * 784}}, {}),
+    HYBRID: (ANY_SIZE | {"size": {"shortest_edge": 64 * 784, "longest_edge": 16384 * 784}}, {}),
+}
+"""Architecture -> the settings of the image processor besides the colours, and of the processor."""
+
+
+def test_images_are_preprocessed_as_in_the_published_models(tiny: TinyVision) -> None:
+    files = CheckpointFiles.from_card(found(gguf_of(tiny)).texts)
+    image, joint = PROCESSORS[tiny.architecture]
+    assert files.image == image | COLOURS
+    assert files.joint == joint
+
+
+def test_the_numbers_of_pixels_in_a_file_bound_its_images(tmp_path: Path) -> None:
+    tiny = made(QWEN, tmp_path)
+    changes = {"clip.vision.image_min_pixels": 784, "clip.vision.image_max_pixels": 7840}
+    file = write_mmproj(tmp_path / "bounded.gguf", tiny.model, changes=changes)
+    files = CheckpointFiles.from_card(found(gguf_of(tiny), file).texts)
+    assert files.image["size"] == {"shortest_edge": 784, "longest_edge": 7840}
+
+
+def test_the_memory_plan_counts_an_mmproj_file_beside_the_model(tiny: TinyVision) -> None:
+    config = WorkerConfig(model=str(gguf_of(tiny)), image_cache_mib=3, device="cpu")
+    (plan,) = preflight([config]).plans
+    hidden = tiny.model.config.get_text_config().hidden_size
+    tower = ImageTower.load(found(gguf_of(tiny)), hidden, torch.float32)
+    assert plan.image_bytes == tower.num_bytes + (3 << 20)
+    (text,) = preflight([WorkerConfig(model=str(gguf_of(tiny)), mmproj="none")]).plans
+    assert not text.image_bytes
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
+def test_weights_of_other_types_are_dequantised(
+    idefics: TinyVision, tmp_path: Path, kind: str
+) -> None:
+    def kinds(name: str) -> GGMLQuantizationType:
+        is_whole = name.endswith((".ffn_up.weight", ".ffn_down.weight", "mm.model.fc.weight"))
+        return GGMLQuantizationType[kind] if is_whole else GGMLQuantizationType.F32
+
+    file = write_mmproj(tmp_path / "other.gguf", idefics.model, kinds)
+    rounded = weights(gguf_of(idefics), file)
+    exact = weights(gguf_of(idefics))
+    changed = [name for name, each in rounded.items() if not torch.equal(each, exact[name])]
+    assert len(changed) == 5
+    for name in changed:
+        own = GGMLQuantizationType[kind]
+        stored = quants.quantize(exact[name].numpy(), own)
+        assert torch.equal(rounded[name], torch.from_numpy(quants.dequantize(stored, own)))
+
+
+def test_matrices_whose_names_older_converters_swap_are_found(
+    idefics: TinyVision, tmp_path: Path
+) -> None:
+    file = write_mmproj(tmp_path / "older.gguf", idefics.model, swaps=True)
+    older, newer = (weights(gguf_of(idefics), each) for each in (file, ""))
+    assert all(torch.equal(older[name], each) for name, each in newer.items())
+
+
+def test_the_digest_of_a_model_covers_its_encoder(idefics: TinyVision, tmp_path: Path) -> None:
+    other = write_mmproj(tmp_path / "other.gguf", idefics.model, GGMLQuantizationType.F16)
+    cards = [
+        assemble(
+            WorkerConfig(model=str(gguf_of(idefics)), mmproj=mmproj, kv_blocks=9), StartupTiming()
+        ).ready.model
+        for mmproj in ("", str(mmproj_of(idefics)), str(other), "none")
+    ]
+    assert cards[0].digest == cards[1].digest
+    assert len({card.digest for card in cards}) == 3
+    assert [card.images is not None for card in cards] == [True, True, True, False]
+
+
+def test_a_download_brings_the_encoders_that_can_be_used() -> None:
+    served = (each.architectures for each in PROJECTORS.values())
+    assert frozenset().union(*served) == ENCODED_ARCHITECTURES
+
+
+CHANGED = {
+    "another kind": ({"clip.projector_type": "pixtral"}, "kind 'pixtral', which is not supported"),
+    "no kind": ({"clip.projector_type": None}, "kind '', which is not supported"),
+    "another GGUF file": ({"general.architecture": "llama"}, "not an mmproj file"),
+    "of another family": ({"clip.projector_type": "gemma3"}, "architecture gemma3, and"),
+    "no heads": ({"clip.vision.attention.head_count": 0}, "head_count is 0; it must be from 1"),
+    "odd heads": ({"clip.vision.attention.head_count": 7}, "7 heads do not divide a width of 64"),
+    "heads missing": ({"clip.vision.attention.head_count": None}, "head_count"),
+    "a wrong size": ({"clip.vision.image_size": 56}, "it has 4 positions, but"),
+    "a huge size": ({"clip.vision.image_size": 1 << 30}, "it must be from 1 to 16,384"),
+    "a wrong scale": ({"clip.vision.projector.scale_factor": 3}, "3 patches in a row do not fit"),
+    "a short mean": ({"clip.vision.image_mean": [0.5, 0.5]}, "image_mean must have three numbers"),
+    "no deviation": ({"clip.vision.image_std": [0.5, 0.5, 0.0]}, "image_std[2]"),
+}
+
+
+@pytest.mark.parametrize(("changes", "reason"), CHANGED.values(), ids=CHANGED.keys())
+def test_a_file_that_cannot_be_used_is_refused_at_the_start(
+    idefics: TinyVision, tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    file = write_mmproj(tmp_path / "mmproj.gguf", idefics.model, changes=changes)
+    refused = preflight([WorkerConfig(model=str(gguf_of(idefics)), mmproj=str(file))])
+    assert refused.error.startswith("--mmproj: ")
+    assert str(file) in refused.error
+    assert reason in refused.error
+    assert "none" in refused.remedy
+
+
+def test_other_files_and_models_are_refused_at_the_start(
+    idefics: TinyVision, tmp_path: Path
+) -> None:
+    text, mmproj = gguf_of(idefics), mmproj_of(idefics)
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(mmproj.read_bytes()[:-100])
+    page = tmp_path / "page.gguf"
+    page.write_text("<html>")
+    left_out = write_mmproj(tmp_path / "a.gguf", idefics.model, skips="v.blk.1.ffn_up.bias")
+    for model, file, reason in (
+        (idefics.directory, mmproj, "is for GGUF files"),
+        (text, damaged, "it is truncated"),
+        (text, page, "is not a GGUF file"),
+        (text, tmp_path / "missing.gguf", "No such file"),
+        (text, left_out, "it has no tensor 'v.blk.1.ffn_up.bias'"),
+        (text, text, "not an mmproj file"),
+    ):
+        with pytest.raises(UnusableModel, match=reason) as refused:
+            encoder_files(WorkerConfig(model=str(model), mmproj=str(file)))
+        assert "--mmproj" in refused.value.message
+        assert refused.value.remedy
+
+
+def test_an_encoder_in_place_of_the_model_is_refused_with_the_option(idefics: TinyVision) -> None:
+    refused = preflight([WorkerConfig(model=str(mmproj_of(idefics)))])
+    assert "an image encoder (mmproj), not a model" in refused.error
+    assert "with --mmproj" in refused.remedy
+
+
+def test_the_encoder_of_a_wider_model_is_refused(idefics: TinyVision, tmp_path: Path) -> None:
+    wide = random_wrapper(IDEFICS, "llama", hidden_size=192)
+    file = write_mmproj(tmp_path / "mmproj.gguf", wide)
+    reason = f"{file}: its rows have a width of 192, and the model's 96"
+    with pytest.raises(UnusableModel, match=reason):
+        encoder_files(WorkerConfig(model=str(gguf_of(idefics)), mmproj=str(file)))
+
+
+def test_a_model_without_a_placeholder_reads_no_images(idefics: TinyVision, tmp_path: Path) -> None:
+    model = write_text(tmp_path / "text.gguf", idefics.model, placeholder="<other>")
+    with pytest.raises(UnusableModel, match="has no token '<image>' to stand for images"):
+        encoder_files(WorkerConfig(model=str(model), mmproj=str(mmproj_of(idefics))))
+
+
+def test_only_a_fitting_file_beside_the_model_is_used(
+    idefics: TinyVision, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Path(shutil.copy(gguf_of(idefics), tmp_path))
+    config = WorkerConfig(model=str(model))
+    assert encoder_files(config) is None
+    assert not caplog.messages
+    first = write_mmproj(tmp_path / "mmproj-F16.gguf", idefics.model)
+    assert encoder_files(config) is not None
+    shutil.copy(first, tmp_path / "mmproj-F32.gguf")
+    best = encoder_files(config)
+    assert best is not None
+    assert best.paths == [first]
+    shutil.copy(first, tmp_path / "model-MMPROJ-F32.gguf")
+    assert encoder_files(config) is None
+    assert "mmproj files of several models are beside it" in caplog.messages[-1]
+    for name in ("mmproj-F16.gguf", "mmproj-F32.gguf"):
+        (tmp_path / name).unlink()
+    other = {"clip.projector_type": "gemma3"}
+    write_mmproj(tmp_path / "model-MMPROJ-F32.gguf", idefics.model, changes=other)
+    assert encoder_files(config) is None
+    assert "requests with images are refused" in caplog.messages[-1]

@@ -1,0 +1,120 @@
+"""Reads the image encoder of a GGUF model from llama.cpp's mmproj file. Only reading the tensors
+needs torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from worker.checkpoint.gguf_families import ENCODER
+from worker.checkpoint.gguf_file import GGUFFile
+from worker.checkpoint.gguf_tokens import CONTROL, USER_DEFINED
+from worker.errors import UnusableModel
+from worker.spec.fields import Fields
+from worker.vision.encoder_files import TEXTS, EncoderFiles
+from worker.vision.projectors import PROJECTORS, MmprojHeader, Projector, Stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROJECTOR_KEYS = ("clip.vision.projector_type", "clip.projector_type")
+"""Keys of the kind of encoder. Files with encoders of images and of sound have the first one."""
+
+
+class MmprojEncoder(EncoderFiles):
+    """The encoder of an mmproj file.
+
+    path    the file
+    model   the GGUF file of the model
+
+    The constructor raises UnusableModel if the file is no mmproj file, if its projector is not
+    served, or if it is not of this model.
+    """
+
+    def __init__(self, path: Path, model: GGUFFile) -> None:
+        self._file = file = GGUFFile(path)
+        projector = _projector(file)
+        architecture = str(model.metadata.get("general.architecture"))
+        if architecture not in projector.architectures:
+            raise UnusableModel(
+                f"{path} is of a model of the architecture {' or '.join(projector.architectures)}, "
+                f"and {model.path} is a {architecture!r:.80}"
+            )
+        width = model.tensors["token_embd.weight"].shape[1]
+        header = MmprojHeader(file, width, _placeholder(projector, model))
+        name, axis = projector.last
+        if (found := header.shape(name, 2)[axis]) != width:
+            raise header.wrong(f"its rows have a width of {found:,}, and the model's {width:,}")
+        self._tensors = projector.tensors(header)
+        for stored in self._tensors.values():
+            for name in stored.names:
+                if not header.tensor(name).kind.is_readable:
+                    raise header.wrong(f"{name!r} has a type that is not supported")
+                if header.tensor(name).shape != header.tensor(stored.names[0]).shape:
+                    raise header.wrong(f"{name!r} has another shape than {stored.names[0]!r}")
+        texts = projector.texts(header)
+        self.config = texts[0]
+        self.texts = {n: json.dumps(each).encode() for n, each in zip(TEXTS, texts, strict=True)}
+        self.paths = [path]
+
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the tensors that are read."""
+        for stored in self._tensors.values():
+            yield from stored.names
+
+    @property
+    def num_items(self) -> int:
+        return sum(math.prod(self._file.tensors[name].shape) for name in self._names())
+
+    def read(self, keys: Container[str]) -> Mapping[str, Tensor]:
+        return {key: self._tensor(stored) for key, stored in self._tensors.items() if key in keys}
+
+    def _tensor(self, stored: Stored) -> Tensor:
+        import torch
+
+        from worker.checkpoint.gguf_weights import read_tensor
+
+        parts = []
+        for name in stored.names:
+            part = torch.empty(self._file.tensors[name].shape)
+            read_tensor(self._file, name, part)
+            parts.append(part)
+        if len(parts) == 1:
+            whole = parts[0]
+        else:
+            whole = torch.cat(parts) if stored.joins_rows else torch.stack(parts, 2)
+        return whole - stored.added if stored.added else whole
+
+
+def _projector(file: GGUFFile) -> Projector:
+    """Return how the encoder in a file is read."""
+    fields = Fields(file.metadata, str(file.path))
+    if fields.get("general.architecture") != ENCODER:
+        raise UnusableModel(f"{file.path} is a GGUF file, but not an mmproj file")
+    kind = next(filter(None, (fields.text(key, "") for key in PROJECTOR_KEYS)), "")
+    if kind not in PROJECTORS:
+        raise UnusableModel(
+            f"{file.path} has an encoder of the kind {kind!r:.80}, which is not supported; "
+            f"supported: {', '.join(PROJECTORS)}",
+            remedy="serve the model's safetensors, or text only with --mmproj none",
+        )
+    return PROJECTORS[kind]
+
+
+def _placeholder(projector: Projector, model: GGUFFile) -> int:
+    """Return the id of the token that stands for images in prompts: one whose text is always a
+    token of its own."""
+    tokens: Sequence[str] = model.metadata.get("tokenizer.ggml.tokens") or ()
+    types: Sequence[int] = model.metadata.get("tokenizer.ggml.token_type") or ()
+    for text in projector.placeholders:
+        number = tokens.index(text) if text in tokens else len(types)
+        if number < len(types) and types[number] in (CONTROL, USER_DEFINED):
+            return number
+    raise UnusableModel(
+        f"the vocabulary of {model.path} has no token {projector.placeholders[0]!r} to stand for "
+        "images",
+        remedy="use a GGUF file that was made of a model that reads images",
+    )
