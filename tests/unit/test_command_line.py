@@ -19,6 +19,7 @@ from protocol.config.base import about
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig, SoloConfig
 from protocol.config.worker import WorkerConfig
+from protocol.process.exit_codes import ExitCode
 from protocol.shared.api_keys import KeyEntry
 from protocol.tools.bench import StepBench
 from protocol.wire.cluster_key import read_cluster_key
@@ -178,6 +179,20 @@ def test_a_missing_model_is_refused_with_a_command_to_run(
 ) -> None:
     with pytest.raises(Failure, match=re.escape(message)):
         resolve(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("qwen3:0.6b", "tidegate: no model 'qwen3:0.6b': did you mean qwen3-0.6b or"),
+        ("zebra-900b", "not OWNER/REPO, not a URL, and not in the catalogue (tidegate models)"),
+    ],
+)
+def test_the_download_of_a_name_that_does_not_exist_suggests_one(
+    model: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pull", model]) == ExitCode.BAD_MODEL
+    assert message in capsys.readouterr().err
 
 
 # ---- options
