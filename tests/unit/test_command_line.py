@@ -159,6 +159,12 @@ def test_the_replacement_of_another_servers_option_exists(
     assert f"unknown option {option}: " in refusal(capsys, "serve", "m.gguf", option)
 
 
+def test_an_adapter_without_a_path_is_refused_with_the_form(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert refusal(capsys, "serve", "--lora", "x") == "tidegate: --lora 'x' must be NAME=PATH"
+
+
 def test_servers_that_share_a_name_for_an_option_share_its_meaning() -> None:
     named = [option for options in REPLACEMENTS.values() for option in options.split()]
     assert [option for option, count in Counter(named).items() if count > 1] == []
