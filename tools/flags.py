@@ -252,6 +252,10 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (-[^:]+):", r"\1", message)
+        for action in self._actions:
+            name = action.metavar or action.dest
+            if action.choices and message.endswith(f" are required: {name}"):
+                message += f" ({', '.join(action.choices)})"
         print(f"{self.prog}: {message}  (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 

@@ -142,6 +142,8 @@ def test_the_replacement_of_another_servers_command_exists(word: str) -> None:
         (["serve", "-pp", "2"], "unknown option -pp: to use several devices, divide the model"),
         (["status", "--model", "m"], "tidegate status: unknown option --model  (see"),
         (["ps", "x"], "tidegate ps: unexpected argument 'x'"),
+        (["keys"], "the following arguments are required: ACTION (add, list, revoke)"),
+        (["completion"], "the following arguments are required: SHELL (bash, zsh, fish)"),
     ],
 )
 def test_an_unknown_option_is_refused_and_its_replacement_is_named(
