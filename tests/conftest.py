@@ -48,6 +48,12 @@ ELSEWHERE: list[tuple[Any, ...]] = []
 """Rows for the table of `pytest_terminal_summary`, from the worker processes of pytest-xdist."""
 
 
+def pytest_collectstart() -> None:
+    """Stop the garbage collector until `pytest_collection_finish`. The modules and tests that are
+    collected stay, and to visit them took a fifth of the time of the collection."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with tests that are marked `long` first. If one of them started last, one process
     would run it while the others had nothing to do."""
@@ -61,6 +67,7 @@ def pytest_collection_finish() -> None:
     a test nor the fakes that a server under test was connected to."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(params=[1, 2, 3])

@@ -165,8 +165,8 @@ def test_greedy_answers_of_preempted_requests_equal_transformers(
 def test_greedy_answers_that_torch_computes_equal_transformers(
     eager: LoadedModel, reference: list[dict[str, Any]]
 ) -> None:
-    """Only every second prompt is used, among them the longest one."""
-    some = reference[1::2]
+    """Only every fourth prompt is used, among them the longest one."""
+    some = reference[3::4]
     replica = Replica(eager, max_slots=16, token_budget=64)
     check(replica.answers(prompts_of(some), HALF), some)
 

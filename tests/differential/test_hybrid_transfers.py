@@ -1,11 +1,16 @@
 """Models with recurrent layers whose K/V and states are moved: from one engine to another, or to a
 tier and back. The answers are those of an engine that computes everything, and they are not if
-another state arrives."""
+another state arrives.
+
+Each family has one turn in each table: of movers, of tiers, and of mutations. So each row of a
+table is used with several families, and each family moves its K/V and states in both ways.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +44,7 @@ PROMPTS = [some_tokens(count, seed=count) for count in (23, 9, 34, 17)]
 ATOL = 1e-4
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
+@pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     model = random_model(request.param)
     return load(write_directory(tmp_path_factory.mktemp("hybrid"), model))
@@ -77,11 +82,19 @@ def is_like(alone: Replica, replica: Replica, numbers: Sequence[int]) -> bool:
     return True
 
 
-def plain(loaded: LoadedModel) -> Replica:
+@pytest.fixture(scope="module")
+def alone(loaded: LoadedModel) -> Replica:
+    """Return an engine that has computed all answers itself."""
     replica = a_replica(loaded)
     for answer in replica.answers(PROMPTS, GREEDY):
         assert len(answer) == GREEDY.max_tokens
     return replica
+
+
+def in_turn(name: str, values: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrise a test with each family, and with `values` in turn as its parameter `name`."""
+    rows = [*zip(RECURRENT, cycle(values), strict=False)]
+    return pytest.mark.parametrize(("loaded", name), rows, indirect=["loaded"])
 
 
 # ---- from one engine to another
@@ -108,13 +121,13 @@ def handed_over(loaded: LoadedModel, folder: Path, mover: str, stack: ExitStack)
     return p, d, numbers
 
 
-@pytest.mark.parametrize("mover", ["shm", "zmq"])
+@in_turn("mover", ["shm", "zmq"])
 def test_a_prompt_that_another_engine_has_computed_is_answered_as_by_one(
-    loaded: LoadedModel, tmp_path: Path, mover: str
+    loaded: LoadedModel, alone: Replica, tmp_path: Path, mover: str
 ) -> None:
     with ExitStack() as stack:
         p, d, numbers = handed_over(loaded, tmp_path, mover, stack)
-        assert is_like(plain(loaded), d, numbers)
+        assert is_like(alone, d, numbers)
         assert d.engine.stats().num_fetched_tokens == sum(map(num_moved, PROMPTS))
         assert p.engine.stats().num_computed_tokens == sum(map(num_moved, PROMPTS))
         while p.engine.stats().leases:
@@ -154,11 +167,14 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., object]]] = {
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@in_turn("mutation", MUTATIONS)
 def test_another_state_than_that_of_the_prompt_gives_wrong_answers(
-    loaded: LoadedModel, tmp_path: Path, mutation: str, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel,
+    alone: Replica,
+    tmp_path: Path,
+    mutation: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alone = plain(loaded)
     monkeypatch.setattr(*MUTATIONS[mutation])
     with ExitStack() as stack:
         _, d, numbers = handed_over(loaded, tmp_path, "zmq", stack)
@@ -182,10 +198,13 @@ def await_stored(replica: Replica, tier: str, count: int) -> None:
 
 
 def through_a_tier(
-    loaded: LoadedModel, folder: Path, tier: str, stack: ExitStack
+    loaded: LoadedModel, folder: Path, tier: str, stack: ExitStack, num_keys: int = len(PROMPTS)
 ) -> tuple[Replica, list[int]]:
     """Compute PROMPTS, let the cache lose them, and answer them with what the tier has. Return the
-    replica that does, and the numbers of its requests."""
+    replica that does, and the numbers of its requests.
+
+    num_keys   number of different keys of the states. A state is not stored if the tier has its key
+    """
     options = tier_options(loaded, folder, tier)
     replica = a_replica(loaded, **options)
     for prompt in PROMPTS:
@@ -197,7 +216,7 @@ def through_a_tier(
     else:
         stack.enter_context(closing(replica))
         num_blocks = sum(len(prompt) // BLOCK_TOKENS for prompt in PROMPTS)
-        await_stored(replica, tier, num_blocks + len(PROMPTS))
+        await_stored(replica, tier, num_blocks + num_keys)
         pool = replica.engine.scheduler.pool
         pool.release(pool.allocate(pool.num_free) or [])
         replica.cache.rows[:, 1:].fill_(255)  # NaN
@@ -208,13 +227,13 @@ def through_a_tier(
     return replica, numbers
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@in_turn("tier", ["disk", "host"])
 def test_a_prompt_from_a_tier_is_answered_as_if_it_were_computed(
-    loaded: LoadedModel, tmp_path: Path, tier: str
+    loaded: LoadedModel, alone: Replica, tmp_path: Path, tier: str
 ) -> None:
     with ExitStack() as stack:
         replica, numbers = through_a_tier(loaded, tmp_path, tier, stack)
-        assert is_like(plain(loaded), replica, numbers)
+        assert is_like(alone, replica, numbers)
         stats = replica.engine.stats()
         assert stats.num_fetched_tokens == sum(map(num_moved, PROMPTS))
         assert stats.num_fetches_failed == {}
@@ -242,22 +261,25 @@ def of_another_block(content: bytes) -> bytes:
 
 STORE_STATE, TIER_FETCH = TierIndex.store_state_command, TierReader.fetch
 STATE_KEY = kv.state_key
+ONE_KEY = "states of different blocks have one key"
 TIER_MUTATIONS: dict[str, list[tuple[Any, str, Callable[..., object]]]] = {
     "another checkpoint is stored": [(TierIndex, "store_state_command", store_another)],
     "another checkpoint is filled": [(TierReader, "fetch", load_into_another)],
-    "states of different blocks have one key": [
-        (module, "state_key", of_another_block) for module in (tiers, tier_reader)
-    ],
+    ONE_KEY: [(module, "state_key", of_another_block) for module in (tiers, tier_reader)],
 }
 
 
-@pytest.mark.parametrize("mutation", TIER_MUTATIONS)
+@in_turn("mutation", TIER_MUTATIONS)
 def test_another_state_from_a_tier_gives_wrong_answers(
-    loaded: LoadedModel, tmp_path: Path, mutation: str, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel,
+    alone: Replica,
+    tmp_path: Path,
+    mutation: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alone = plain(loaded)
     for change in TIER_MUTATIONS[mutation]:
         monkeypatch.setattr(*change)
+    num_keys = 1 if mutation == ONE_KEY else len(PROMPTS)
     with ExitStack() as stack:
-        replica, numbers = through_a_tier(loaded, tmp_path, "host", stack)
+        replica, numbers = through_a_tier(loaded, tmp_path, "host", stack, num_keys)
         assert not is_like(alone, replica, numbers)

@@ -63,8 +63,8 @@ def adapted_modules(loaded: LoadedModel) -> list[str]:
     return [name for name in found if name != refused]
 
 
-def written(path: Path, model_type: str, kernels: str) -> tuple[Any, LoadedModel]:
-    """Write a random model, and load it. Return transformers' model and ours."""
+def write_model(path: Path, model_type: str) -> Any:
+    """Write a random model, and return transformers' model."""
     # With larger weights, float32 logits of transformers itself are 1e-4 from those in float64.
     narrow = dict.fromkeys(("gemma", "gemma2"), 0.06) | dict.fromkeys(RECURRENT, 0.03)
     narrow |= {"qwen3_5_moe_text": 0.02}
@@ -76,15 +76,23 @@ def written(path: Path, model_type: str, kernels: str) -> tuple[Any, LoadedModel
         sizes["moe_intermediate_size"] = 64
     theirs = random_model(model_type, **sizes, **WITHOUT_EXPERTS.get(model_type, {}))
     write_directory(path, theirs)
+    return theirs
+
+
+def load_for(path: Path, kernels: str) -> LoadedModel:
     make = KERNELS[kernels]
-    loaded = load_model(
+    return load_model(
         path,
         dtype=torch.float32,
         device=CPU,
         kernels=None if make is None else make(),
         weights="dense" if make is None else "packed",
     )
-    return theirs, loaded
+
+
+def written(path: Path, model_type: str, kernels: str) -> tuple[Any, LoadedModel]:
+    """Write a random model, and load it. Return transformers' model and ours."""
+    return write_model(path, model_type), load_for(path, kernels)
 
 
 def stepper(loaded: LoadedModel, tokens: list[list[int]], table: Any, rows: list[int]) -> Any:
@@ -92,23 +100,25 @@ def stepper(loaded: LoadedModel, tokens: list[list[int]], table: Any, rows: list
     return EagerStepper(loaded, tokens, attention, table=table, adapters=rows)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_logprobs_are_those_of_peft_in_chunks_and_token_by_token(
-    tmp_path: Path, model_type: str, kernels: str
+    tmp_path: Path, model_type: str
 ) -> None:
-    theirs, loaded = written(tmp_path / "model", model_type, kernels)
-    assert isinstance(loaded.spec, ModelSpec)
-    is_one_call = kernels == "compiled" and not why_not(loaded.spec)
-    assert isinstance(loaded.model.whole, WholePass) == is_one_call
-    adapted = peft_model(theirs, modules=adapted_modules(loaded))
-    table = table_of(loaded, [write_adapter(tmp_path / "adapter", adapted)])
-    tokens = some_tokens(90)
+    theirs = write_model(tmp_path / "model", model_type)
+    models = {kernels: load_for(tmp_path / "model", kernels) for kernels in KERNELS}
+    spec = models["compiled"].spec
+    assert isinstance(spec, ModelSpec)
+    assert models["torch"].model.whole is None
+    assert isinstance(models["compiled"].model.whole, WholePass) == (not why_not(spec))
+    adapted = peft_model(theirs, modules=adapted_modules(models["compiled"]))
+    adapter, tokens = write_adapter(tmp_path / "adapter", adapted), some_tokens(90)
     right, plain = (logprobs(expected(model, tokens)) for model in (adapted, theirs))
     assert (right - plain).abs().max() > 0.1, "the adapter changes the model"
-    for steps in [(90,)], [(7,), (1,), (60,), (12,), *[(1,)] * 10]:
-        ours = stepper(loaded, [tokens], table, [0]).run(steps)[0]
-        assert_same(logprobs(ours), right, MAX_ERROR)
+    for loaded in models.values():
+        table = table_of(loaded, [adapter])
+        for steps in [(90,)], [(7,), (1,), (60,), (12,), *[(1,)] * 10]:
+            ours = stepper(loaded, [tokens], table, [0]).run(steps)[0]
+            assert_same(logprobs(ours), right, MAX_ERROR)
 
 
 @pytest.mark.parametrize("architecture", ["SmolVLM", "Qwen2_5_VL", "Glm4v"])
@@ -183,14 +193,7 @@ def test_requests_of_one_batch_get_the_adapters_that_they_name(
 def test_an_adapter_of_the_checkpoint_fits_its_gguf_file(tmp_path: Path, kernels: str) -> None:
     """A GGUF file has other names, and the rows of queries and keys in another order."""
     theirs = random_llama(hidden_size=192, initializer_range=0.1)
-    make = KERNELS[kernels]
-    loaded = load_model(
-        write_gguf(tmp_path / "tiny.gguf", theirs),
-        dtype=torch.float32,
-        device=CPU,
-        kernels=None if make is None else make(),
-        weights="dense" if make is None else "packed",
-    )
+    loaded = load_for(write_gguf(tmp_path / "tiny.gguf", theirs), kernels)
     adapted = peft_model(theirs)
     table = table_of(loaded, [write_adapter(tmp_path / "adapter", adapted)])
     tokens = some_tokens(40)

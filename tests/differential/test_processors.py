@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.replica import Replica
-from tests.support.same_bits import BitAnswer, answer, prompts, small_model
+from tests.support.same_bits import BitAnswer, answer, load_small, prompts, write_small
 from worker.device.cpuinfo import cpu_flags
 from worker.kernels.library import runnable
 from worker.loading.decoder import LoadedModel
@@ -30,7 +30,7 @@ MIXERS = ("hybrid", "mamba", "conv", "linears between", "lru", "kimi", "selected
 def test_every_instruction_set_gives_the_same_bits(kind: str, tmp_path: Path) -> None:
     """So replicas on unlike processors have one fingerprint, and can continue each other's
     streams."""
-    models = [_loaded(tmp_path / name, kind, name) for name in _sets()]
+    models = _loaded(tmp_path, kind)
     assert len({model.card.numerics for model in models}) == 1
     assert models[0].card.numerics
     _assert_same(models, LENGTHS)
@@ -42,7 +42,7 @@ def test_every_instruction_set_gives_the_same_bits_in_layers_of_every_kind(
 ) -> None:
     """Torch computes a part of these models, on this processor. Their matrices are not quantised,
     so their fingerprints promise nothing across instruction sets."""
-    _assert_same([_loaded(tmp_path / name, f"{kind}-int8", name) for name in _sets()], SHORT)
+    _assert_same(_loaded(tmp_path, f"{kind}-int8"), SHORT)
 
 
 def _assert_same(models: list[LoadedModel], which: slice) -> None:
@@ -57,12 +57,8 @@ def _answers(loaded: LoadedModel, which: slice) -> list[BitAnswer]:
     return [answer(replica, prompt) for prompt in chosen]
 
 
-def _sets() -> list[str]:
-    return [each.name for each in runnable(cpu_flags())]
-
-
-def _loaded(folder: Path, kind: str, instructions: str) -> LoadedModel:
-    """Return the same random model for each instruction set."""
-    torch.manual_seed(0)
-    folder.mkdir()
-    return small_model(folder, kind, torch.float32, instructions)
+def _loaded(folder: Path, kind: str) -> list[LoadedModel]:
+    """Write one random model, and load it for each instruction set."""
+    path = write_small(folder, kind, torch.float32)
+    sets = [each.name for each in runnable(cpu_flags())]
+    return [load_small(path, kind, torch.float32, name) for name in sets]

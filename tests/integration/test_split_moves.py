@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -257,6 +258,8 @@ def test_a_server_that_stops_names_the_engine_that_was_lost_first(tmp_path: Path
 
 # ---- all at once
 
+CLIENTS = 16
+
 
 class FaultyEngines:
     """Engines that refuse, fail and are replaced at random, but never send a wrong token."""
@@ -298,20 +301,33 @@ class FaultyEngines:
 
 
 def test_faults_of_all_kinds_at_once_change_no_answer(own: EnginePair) -> None:
-    def ask(number: int) -> requests.Response:
-        return own.complete(f"{number % 7} {PROMPT} {number}", n=1 + number % 2, max_tokens=100)
+    """Clients ask until all engines are replaced that are to be, because an engine without
+    requests makes no steps."""
+    replaced = threading.Event()
 
-    with ExitStack() as stack, ThreadPoolExecutor(16) as pool:
+    def ask(client: int) -> list[requests.Response]:
+        answers: list[requests.Response] = []
+        while len(answers) < 9 or not replaced.is_set():
+            number = CLIENTS * len(answers) + client
+            text = f"{number % 7} {PROMPT} {number}"
+            answers.append(own.complete(text, n=1 + number % 2, max_tokens=100))
+        return answers
+
+    with ExitStack() as stack, ThreadPoolExecutor(CLIENTS) as pool:
         faulty = FaultyEngines(own, stack)
-        answers = [pool.submit(ask, number) for number in range(150)]
-        for _ in range(10):
-            faulty.replace()
-        found = [answer.result() for answer in answers]
+        asked = [pool.submit(ask, client) for client in range(CLIENTS)]
+        try:
+            for _ in range(10):
+                faulty.replace()
+        finally:
+            replaced.set()
+        found = [answer for client in asked for answer in client.result()]
         whole = [answer.json() for answer in found if answer.status_code == 200]
-        assert len(whole) >= 100, [answer.text for answer in found if answer.status_code != 200]
         for answer in whole:
             assert {choice["text"] for choice in answer["choices"]} == {TEXT}
         assert {answer.status_code for answer in found} <= {200, 429, 503}
+        others = [answer.text for answer in found if answer.status_code != 200]
+        assert len(whole) > 2 * len(others), others
         for engine in (*faulty.alive["p"], *faulty.alive["d"]):
             engine.await_idle()
         assert own.metric('tidegate_moved_requests_total{cause="continued"}') > 0

@@ -23,7 +23,7 @@ from tests.support.storm import (
     WindowStorm,
 )
 
-OPERATIONS = examples(2_500, 10_000)
+OPERATIONS = examples(1_500, 10_000)
 SEEDS = (0, 3, 4, 5, 100, 103, 104, 107, 200, 202, 205, 207, 300, 302, 305, 307)
 
 
@@ -36,9 +36,9 @@ def test_thousands_of_random_operations_keep_every_law(seed: int) -> None:
     storm.check()
     stats = storm.bench.engine.stats()
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
-    assert storm.alone > examples(4, 20), "too few constrained answers came to their end"
+    assert storm.alone > examples(2, 20), "too few constrained answers came to their end"
     if seed >= SPECULATING:
-        assert examples(20, 100) < stats.num_accepted_tokens < stats.num_draft_tokens
+        assert examples(10, 100) < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("seed", [5, 104, 205, 305])
@@ -56,7 +56,7 @@ def test_every_law_holds_while_adapters_are_loaded_and_unloaded(seed: int) -> No
 WINDOW_SEEDS = [(4, 0), (5, 0), (101, 0), (109, 0), (5, 3), (103, 2)]
 """Seed of the storm, and the blocks of a column for the layers with a window; 0: all layers have a
 window."""
-WINDOW_OPERATIONS = 2_000
+WINDOW_OPERATIONS = examples(1_200, 5_000)
 
 
 @pytest.mark.parametrize(("seed", "window_blocks"), WINDOW_SEEDS)
@@ -71,7 +71,7 @@ def test_every_answer_is_right_in_a_cache_smaller_than_the_texts_of_a_windowed_m
     stats = storm.bench.engine.stats()
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
     if storm.bench.limits.prefix_cache:
-        assert stats.num_cached_tokens > 100
+        assert stats.num_cached_tokens > examples(40, 100)
     if seed >= SPECULATING:
         assert stats.num_accepted_tokens > 0
 
@@ -89,8 +89,8 @@ def test_every_row_continues_the_right_state_of_a_model_with_recurrent_layers(se
     storm.check()
     stats = storm.bench.engine.stats()
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
-    assert stats.num_cached_tokens > 50
-    assert storm.num_restored > 10
+    assert stats.num_cached_tokens > examples(15, 50)
+    assert storm.num_restored > examples(4, 10)
     assert storm.num_saves > storm.num_restored
     if seed >= SPECULATING:
         assert stats.num_accepted_tokens > 0
@@ -119,7 +119,7 @@ def test_every_row_continues_the_right_state_beside_layers_with_a_window(
     storm.finish_all()
     storm.check()
     if storm.bench.limits.prefix_cache:
-        assert storm.bench.engine.stats().num_cached_tokens > 50
+        assert storm.bench.engine.stats().num_cached_tokens > examples(15, 50)
 
 
 # ---- images
@@ -163,7 +163,7 @@ def test_no_step_and_no_cached_prefix_cuts_a_run_that_is_computed_as_a_whole(see
     stats = storm.bench.engine.stats()
     assert storm.bench.engine.images.num_encoded > 20
     assert stats.num_preemptions > 0, "the storm was too mild to mean anything"
-    assert stats.num_cached_tokens > 10
+    assert stats.num_cached_tokens > examples(5, 10)
 
 
 @pytest.mark.parametrize("seed", [3, 9, 107])
@@ -173,7 +173,7 @@ def test_images_do_not_mix_up_recurrent_states(seed: int) -> None:
         storm.operate()
     storm.finish_all()
     storm.check()
-    assert storm.bench.engine.stats().num_cached_tokens > 10
+    assert storm.bench.engine.stats().num_cached_tokens > examples(5, 10)
 
 
 # ---- tiers

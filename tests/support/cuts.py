@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from tests.support.examples import examples
 
-NUM_RANDOM = examples(8, 200)
+NUM_RANDOM = examples(4, 200)
 """Number of random cuts of one answer."""
-RUNS = (2, 3, 5)
+RUNS = examples((2, 5), (2, 3, 5))
 """Lengths of the deltas in a cut into runs, in units."""
 NUM_PARTS = examples(9, 2)
 """Most long parts into which an answer is cut. The time for all answers grows with the square of

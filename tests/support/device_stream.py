@@ -36,7 +36,7 @@ from worker.step.runner import Runner
 from worker.step.slot_registry import Poison
 
 FLOAT = torch.float32
-NUM_REQUESTS = 48
+NUM_REQUESTS = 36
 
 
 def record_stream(folder: Path) -> Recording:

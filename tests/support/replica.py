@@ -35,6 +35,7 @@ from tests.support.handover import ClusterMember, EchoMover
 from tests.support.model import smollm2_gguf
 from tests.support.replica_transfers import ReplicaTransfers
 from tests.support.tiny_model import new_slots
+from tools.models.fetch import home
 from worker.attention.select import select_attention
 from worker.device.cpuinfo import cpu_flags
 from worker.draft.base import TokenProposer
@@ -63,7 +64,8 @@ CLIENT = b"test"
 
 def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> LoadedModel:
     """Load a model on the CPU. `options` are further options of `load_model`. By default, torch's
-    kernels compute."""
+    kernels compute. The times of packed weights are measured once on each machine."""
+    options = {"measurements": home() / "tests" / "measurements", **options}
     return load_model(path, dtype=dtype, device=torch.device("cpu"), **options)
 
 

@@ -124,7 +124,12 @@ def small_model(
                    after a hyphen
     instructions   instruction set of the kernels; None: the best one
     """
-    form, *options = kind.split("-")
+    return load_small(write_small(folder, kind, dtype), kind, dtype, instructions)
+
+
+def write_small(folder: Path, kind: str, dtype: torch.dtype) -> Path:
+    """Write the model of `small_model`, and return its path."""
+    form = kind.split("-")[0]
     if form in OF_LAYERS:
         model_type, sizes = OF_LAYERS[form]
         model: Any = random_model(model_type, **sizes)
@@ -134,6 +139,14 @@ def small_model(
     if form not in (DENSE, *OF_LAYERS):
         source, path = path, folder / "small.gguf"
         quantize_model(source, path, form, lambda *_: None)
+    return path
+
+
+def load_small(
+    path: Path, kind: str, dtype: torch.dtype, instructions: str | None = None
+) -> LoadedModel:
+    """Load what `write_small` has written."""
+    options = kind.split("-")[1:]
     return load(
         path,
         dtype,

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.engine.kv_window import max_live_blocks, num_passed_blocks
+from tests.support.covering import covering
 from tests.support.kernels import FLOAT_NAMES, assert_near, native_kernels
 from tests.support.paged import PagedCase, attention_batch
 from tests.support.paged import case_of as paged_case
@@ -250,25 +251,28 @@ CHUNKS = ((1,) * 80, (7, 64, 9), (2, 1, 30, 47), (79, 1))
 """Ways to cut the last 80 positions of a text into chunks. Each chunk is the row of one step."""
 
 
-@pytest.mark.parametrize("name", FLOAT_NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("before", [0, 460])
-@KV_DTYPES
+HEADS = ((1, 128, None), (2, 512, None), (3, 64, 300), (5, 32, 70), (7, 96, 33))
+"""(query heads of a key/value head, numbers of a head, window). The longest heads are few, because
+`generic` is slow."""
+
+
 @pytest.mark.parametrize(
-    ("group", "head_dim", "window"),
-    [(1, 128, None), (2, 32, 70), (3, 64, 300), (5, 96, 33), (7, 512, None)],
+    ("name", "dtype", "before", "kv_dtype", "heads"),
+    covering(
+        FLOAT_NAMES, [torch.float32, torch.bfloat16], [0, 460], [None, ROUNDED], HEADS, together=3
+    ),
+    ids=str,
 )
 def test_compiled_attention_gives_a_position_the_same_bits_in_any_chunk(
     name: str,
     dtype: torch.dtype,
     before: int,
     kv_dtype: torch.dtype | None,
-    group: int,
-    head_dim: int,
-    window: int | None,
+    heads: tuple[int, int, int | None],
 ) -> None:
     """The 80 positions are in the first two tiles of keys (`before` = 0), or in the second and
-    third pieces (`before` = 460)."""
+    third pieces (`before` = 460). Any three values of the parameters meet."""
+    group, head_dim, window = heads
     shape: dict[str, Any] = {"kv_heads": 1, "group": group, "head_dim": head_dim}
     case = paged_case((before, 80), **shape, dtype=dtype, zeroed=True, kv_dtype=kv_dtype)
     attention, queries = native(name, case), case.queries()
