@@ -245,6 +245,12 @@ _ROUTES: dict[Ability, str] = {
     "embed": "/v1/embeddings, /v1/rerank and /v1/score",
     "score": "/v1/rerank and /v1/score",
 }
+_OTHER_MODELS: dict[Ability, str] = {
+    "generate": "",
+    "embed": "; serve an embedding model, such as bge-small-en",
+    "score": "; serve a reranker, such as bge-reranker-m3, or an embedding model",
+}
+"""The models that have an ability, with one of the catalogue, for a user whose model lacks it."""
 
 
 def check_ability(card: ModelCard, ability: Ability, name: str) -> None:
@@ -258,9 +264,9 @@ def check_ability(card: ModelCard, ability: Ability, name: str) -> None:
     if ability in found or (ability == "score" and "embed" in found):
         return
     lacks = "does not generate text" if ability == "generate" else "has no embeddings"
-    advice = ""
+    advice = _OTHER_MODELS[ability]
     if card.generates:
-        advice = "; to create embeddings, serve it with --pooling last or --pooling mean"
+        advice += ", or this one with --pooling mean or --pooling last"
         lacks = "generates text, and has no embeddings"
     elif ability == "embed":
         lacks = "scores pairs of texts, and has no embeddings"

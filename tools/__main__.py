@@ -20,10 +20,10 @@ from typing import Any, Protocol, cast
 
 from protocol.process.exit_codes import ExitCode
 from protocol.process.open_files import raise_file_limit
+from tools import other_servers
 from tools.config_file import apply_config_file, origin_note
 from tools.failure import Failure
 from tools.flags import OneLineParser, settle_argument, take_late_argument
-from tools.other_servers import OPTIONS
 from tools.terminal import Terminal, log_style
 
 DESCRIPTION = "Tidegate serves language models over the OpenAI API. It runs on a plain CPU."
@@ -103,6 +103,8 @@ COMMAND_GROUPS = {
 """Title of each group -> name and summary of its commands, in the order of `--help`."""
 COMMANDS = {name: text for group in COMMAND_GROUPS.values() for name, text in group.items()}
 """Name and summary of each command."""
+OWN_OPTIONS = ("-h", "--help", "--version")
+"""Options that need no command."""
 OLD_NAMES = {"key": "cluster-key"}
 """Earlier name of a command, which still works -> its name."""
 
@@ -182,11 +184,18 @@ def _complete(line: str) -> None:
 
 
 def _check_command(words: Sequence[str]) -> None:
-    """Raise Failure if the first word is not a command. The message suggests a similar one."""
-    word = words[0] if words else ""
-    if word.startswith("-") or word in COMMANDS:
+    """Raise Failure if the first word is neither a command nor an option of `tidegate` itself. The
+    message suggests a replacement or a similar command."""
+    word = words[0]
+    if word in (*COMMANDS, *OWN_OPTIONS):
         return
-    if Path(word).suffix == ".gguf" or Path(word).is_dir():
+    if word.startswith("-"):
+        hint = other_servers.advice(word, OWN_OPTIONS, {})
+        hint = hint or f"the command comes first, such as tidegate serve {word}"
+        raise Failure(f"unknown option {word}: {hint}  (see tidegate --help)", exit_code=2)
+    if instead := other_servers.COMMANDS.get(word):
+        hint = f": {instead}"
+    elif Path(word).suffix == ".gguf" or Path(word).is_dir():
         hint = f": to serve it, run: tidegate serve {word}"
     else:
         from difflib import get_close_matches
@@ -231,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(words)
         options.others = others
         if unknown and not take_late_argument(options, unknown):
-            options.parser.refuse(unknown, OPTIONS if words[0] in STARTERS else {})
+            options.parser.refuse(unknown, other_servers.OPTIONS if words[0] in STARTERS else {})
         settle_argument(options)
         options.settings = settings = apply_config_file(options)
         log_format = getattr(options, "log_format", None)  # only `serve` and `engine` have it

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import NODEFAULT, inspect
 
 from protocol.config.base import PathKind
-from tools.other_servers import advice
+from tools.other_servers import OPTIONS, advice
 
 C = TypeVar("C", bound=msgspec.Struct)
 
@@ -189,9 +189,11 @@ class PrintHelp(argparse.Action):
     """Prints the help of a command, and exits. With the value "all" the help has all options."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, _options: Any, value: Any, _name: Any = None
+        self, parser: argparse.ArgumentParser, _options: Any, value: Any, name: Any = None
     ) -> None:
         assert isinstance(parser, OneLineParser)
+        if value and (option := f"{name}{value}") in OPTIONS:
+            parser.refuse([option], OPTIONS)  # argparse reads llama.cpp's -hf as -h with a value
         print(parser.format_help(is_whole=value == ALL), end="")
         parser.exit()
 
@@ -285,7 +287,7 @@ def settle_argument(options: argparse.Namespace) -> None:
     try:
         setattr(options, option, read(text))
     except argparse.ArgumentTypeError as error:
-        options.parser.error(f"--{option} {error}")
+        options.parser.error(f"{option.upper()} {error}")
 
 
 def take_late_argument(options: argparse.Namespace, unknown: Sequence[str]) -> bool:

@@ -59,7 +59,7 @@ TILE_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Turn:
+class ImageTurn:
     """One turn of a chat.
 
     first_s    seconds from the request to the first token
@@ -101,10 +101,10 @@ def parts(number: int, turn: int, has_images: bool) -> list[dict[str, Any]]:
     return found
 
 
-def chat(url: str, number: int, has_images: bool, turns: int) -> list[Turn]:
+def chat(url: str, number: int, has_images: bool, turns: int) -> list[ImageTurn]:
     """Hold a chat of `turns` turns, and return them."""
     messages: list[dict[str, Any]] = []
-    found: list[Turn] = []
+    found: list[ImageTurn] = []
     for turn in range(turns):
         messages.append({"role": "user", "content": parts(number, turn, has_images)})
         body = {
@@ -119,7 +119,7 @@ def chat(url: str, number: int, has_images: bool, turns: int) -> list[Turn]:
         messages.append({"role": "assistant", "content": text})
         prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
         before = found[-1].prompt if found else 0
-        found.append(Turn(first_s, prompt, prompt - cached, prompt - before))
+        found.append(ImageTurn(first_s, prompt, prompt - cached, prompt - before))
     return found
 
 
@@ -149,7 +149,9 @@ def num_encoded(url: str) -> int:
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith(name))
 
 
-def print_turns(with_images: Sequence[Sequence[Turn]], without: Sequence[Sequence[Turn]]) -> float:
+def print_turns(
+    with_images: Sequence[Sequence[ImageTurn]], without: Sequence[Sequence[ImageTurn]]
+) -> float:
     """Print a line for each turn, and return the ratio of the second one's first tokens."""
     print("             with images               without                  ratio")
     print("turn            ms  prompt  computed      ms  prompt  computed")
@@ -186,7 +188,7 @@ def main() -> int:
             for has_images in (True, False):  # to compile what is compiled at the first use
                 chat(url, 0, has_images, 2)
             before = num_encoded(url)
-            chats: dict[bool, list[list[Turn]]] = {True: [], False: []}
+            chats: dict[bool, list[list[ImageTurn]]] = {True: [], False: []}
             for number in range(1, options.chats + 1):
                 for has_images in (True, False):
                     chats[has_images].append(chat(url, number, has_images, options.turns))

@@ -19,6 +19,7 @@ from protocol.config.base import about
 from protocol.config.gateway import GatewayConfig
 from protocol.config.serve import ServeConfig, SoloConfig
 from protocol.config.worker import WorkerConfig
+from protocol.process.exit_codes import ExitCode
 from protocol.shared.api_keys import KeyEntry
 from protocol.tools.bench import StepBench
 from protocol.wire.cluster_key import read_cluster_key
@@ -30,6 +31,7 @@ from tools.commands.serve import CONFIGS, plan
 from tools.failure import Failure
 from tools.flags import Flag, OneLineParser, add_flags, build, flags_of
 from tools.models.fetch import home
+from tools.other_servers import COMMANDS as FOREIGN_COMMANDS
 from tools.other_servers import OPTIONS, REPLACEMENTS
 
 OTHER_CONFIGS = (SoloConfig, BenchConfig, StepBench, KeyEntry)
@@ -94,7 +96,13 @@ def test_a_port_is_given_once(command: str, capsys: pytest.CaptureFixture[str]) 
 def test_a_port_that_is_none_is_refused_and_an_unknown_option_before_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert "--port must be a whole number from 1 to 65535, not 'x'" in refusal(capsys, "top", "x")
+    message = "tidegate top: PORT must be a whole number from 1 to 65535, not 'x'  (see"
+    assert message in refusal(capsys, "top", "x")
+    for words in (["top", "70000"], ["chat", "70000"]):
+        assert "from 1 to 65535, not '70000'  (see" in refusal(capsys, *words)
+    address = "http://127.0.0.1:8000"
+    assert f"not '{address}'; an address: --url {address}  (see" in refusal(capsys, "top", address)
+    assert "by its name: tidegate run qwen3-0.6b  (see" in refusal(capsys, "chat", "qwen3-0.6b")
     assert "unknown option --modle" in refusal(capsys, "top", "--modle", "x")
 
 
@@ -104,12 +112,22 @@ def test_a_port_that_is_none_is_refused_and_an_unknown_option_before_it(
         ("serv", "tidegate: unknown command 'serv': did you mean serve?  (see tidegate --help)"),
         ("xyzzy", "tidegate: unknown command 'xyzzy'  (see tidegate --help)"),
         ("a.gguf", "unknown command 'a.gguf': to serve it, run: tidegate serve a.gguf  (see"),
+        ("list", "tidegate: unknown command 'list': use tidegate models  (see tidegate --help)"),
+        ("--verison", "tidegate: unknown option --verison: did you mean --version?  (see tidegate"),
+        ("--port", "--port: the command comes first, such as tidegate serve --port  (see"),
     ],
 )
 def test_a_command_that_does_not_exist_is_refused_with_the_nearest(
     word: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refusal(capsys, word)
+
+
+@pytest.mark.parametrize("word", FOREIGN_COMMANDS)
+def test_the_replacement_of_another_servers_command_exists(word: str) -> None:
+    assert word not in COMMANDS, "it is a command here as well"
+    named = re.findall(r"tidegate (?!COMMAND)([a-z]\S*)", FOREIGN_COMMANDS[word])
+    assert set(named) <= {*COMMANDS}
 
 
 @pytest.mark.parametrize(
@@ -120,6 +138,7 @@ def test_a_command_that_does_not_exist_is_refused_with_the_nearest(
         (["serve", "--frobnicate"], "tidegate serve: unknown option --frobnicate  (see"),
         (["serve", "--max-model-len", "9"], "unknown option --max-model-len: use --max-len  (see"),
         (["engine", "-tp", "2"], "unknown option -tp: use --tensor-parallel  (see"),
+        (["serve", "-hf", "a/b:Q8_0"], "unknown option -hf: the model is the first argument"),
         (["serve", "-pp", "2"], "unknown option -pp: to use several devices, divide the model"),
         (["status", "--model", "m"], "tidegate status: unknown option --model  (see"),
         (["ps", "x"], "tidegate ps: unexpected argument 'x'"),
@@ -160,6 +179,20 @@ def test_a_missing_model_is_refused_with_a_command_to_run(
 ) -> None:
     with pytest.raises(Failure, match=re.escape(message)):
         resolve(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("qwen3:0.6b", "tidegate: no model 'qwen3:0.6b': did you mean qwen3-0.6b or"),
+        ("zebra-900b", "not OWNER/REPO, not a URL, and not in the catalogue (tidegate models)"),
+    ],
+)
+def test_the_download_of_a_name_that_does_not_exist_suggests_one(
+    model: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pull", model]) == ExitCode.BAD_MODEL
+    assert message in capsys.readouterr().err
 
 
 # ---- options

@@ -15,6 +15,7 @@ from gateway.api.llama_cpp.requests import LlamaCompletionBody
 from gateway.api.openai.requests import ChatBody
 from gateway.app import operations
 from tests.support.processes import ROOT
+from tools import other_servers
 from tools.__main__ import COMMANDS, build_parser
 
 PAGES = sorted((ROOT / "docs" / "start").glob("coming-from-*.md"))
@@ -24,6 +25,13 @@ FIELDS = {*ChatBody.__struct_fields__, *LlamaCompletionBody.__struct_fields__, "
 VARIABLES = re.compile(r"`((?:TIDEGATE|HF)_\w+)`")
 METRICS = (ROOT / "docs" / "operate" / "metrics.md").read_text()
 """tests/unit/test_metrics_docs.py compares this page with the metrics."""
+
+
+def theirs(text: str) -> list[str]:
+    """Return what the first column of a page's tables names: each option, route and command,
+    without the words after it."""
+    cells = re.findall(r"^\|([^|]*)\|[^|]*\|[^|]*\|$", text, re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 
 def ours(text: str) -> list[str]:
@@ -69,3 +77,15 @@ def test_what_a_page_calls_ours_exists(page: Path) -> None:
             assert name in METRICS, name
         else:
             assert name in FIELDS or f"--{name.replace('_', '-')}" in serve, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_error_for_what_a_page_lists_names_the_replacement(page: Path) -> None:
+    """A user who types an option or a command of the page, without reading it, gets its advice."""
+    serve = options_of("serve")
+    for name in theirs(page.read_text()):
+        program, _, rest = name.partition(" ")
+        if program.startswith("-"):
+            assert program in other_servers.OPTIONS or program in serve, name
+        elif program in ("ollama", "vllm"):
+            assert command_of(rest) or rest.split()[0] in other_servers.COMMANDS, name

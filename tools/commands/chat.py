@@ -61,7 +61,9 @@ HISTORY = "chat_history"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_server(parser, takes_argument=True)
+    add_server(
+        parser, takes_argument=True, otherwise="to chat with a model by its name: tidegate run {}"
+    )
     parser.add_argument("--api-key", metavar="KEY", help=f"API key (default: ${KEY_VARIABLE})")
     parser.add_argument(
         "--model", metavar="NAME", help="model name (default: the server's first model)"

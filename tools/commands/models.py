@@ -10,7 +10,6 @@ MODEL is one of these, in this order of precedence; ./NAME always means a path:
 from __future__ import annotations
 
 import argparse
-from difflib import get_close_matches
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, DEFAULT, HUB_MODELS, HubEntry, description
 from tools.models.fetch import PrintLine, fetch, format_size, home, print_on_stderr
 from tools.models.preflight import memory_facts, preflight_each
-from tools.models.pulling import parse_name, pulled_path
+from tools.models.pulling import nearest_names, parse_name, pulled_path
 from tools.models.records import PulledModel
 from tools.models.stored import hub_cache, stored_models
 from tools.paths import user_path
@@ -93,10 +92,7 @@ def suggestion(model: str) -> str:
     """Return advice for a user whose MODEL is neither an existing path nor a name."""
     if is_path(model):
         return "no such file or directory"
-    names = [*CATALOGUE, *HUB_MODELS]
-    if close := get_close_matches(model.lower(), names, n=3, cutoff=0.5):
-        return f"did you mean {' or '.join(close)}?"
-    return (
+    return nearest_names(model) or (
         "it is neither a path, nor OWNER/REPO on the Hugging Face Hub, nor a name in the catalogue "
         "(tidegate models)"
     )

@@ -6,6 +6,7 @@ The library of the Hugging Face Hub is imported only for a download.
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 
 from protocol.process.exit_codes import ExitCode
@@ -36,12 +37,19 @@ def download_name(text: str) -> HubName | UrlName:
     name."""
     name = parse_name(text)
     if name is None:
-        raise Failure(
-            f"no model {text!r}: it is not OWNER/REPO, not a URL, and not in the catalogue "
-            f"({', '.join([*CATALOGUE, *HUB_MODELS])})",
-            exit_code=ExitCode.BAD_MODEL,
+        hint = nearest_names(text) or (
+            "it is not OWNER/REPO, not a URL, and not in the catalogue (tidegate models)"
         )
+        raise Failure(f"no model {text!r}: {hint}", exit_code=ExitCode.BAD_MODEL)
     return name
+
+
+def nearest_names(text: str) -> str:
+    """Return a question with the names of the catalogue that resemble `text`, such as Ollama's
+    name of a model; "" if none does."""
+    names = [*CATALOGUE, *HUB_MODELS]
+    close = get_close_matches(text.lower(), names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else ""
 
 
 def served_name(model: str) -> str | None:

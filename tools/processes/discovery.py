@@ -195,17 +195,31 @@ class RunningServer:
         return f"{self.port} ({self.model})" if self.model else str(self.port)
 
 
-def add_server(parser: argparse.ArgumentParser, *, takes_argument: bool = False) -> None:
+def add_server(
+    parser: argparse.ArgumentParser, *, takes_argument: bool = False, otherwise: str = ""
+) -> None:
     """Add the options --port and --url, which select a server.
 
     takes_argument   the port may also be given without --port, as the last argument
+    otherwise        advice for a user whose argument is neither a number nor a URL, with {} for it
     """
     (port,) = (flag for flag in flags_of(GatewayConfig) if flag.field == "port")
+
+    def read(text: str) -> int:
+        try:
+            number: int = port.read(text)
+        except argparse.ArgumentTypeError as error:
+            if "://" in text:
+                raise argparse.ArgumentTypeError(f"{error}; an address: --url {text}") from None
+            hint = f"; {otherwise.format(text)}" if otherwise and not text.isdecimal() else ""
+            raise argparse.ArgumentTypeError(f"{error}{hint}") from None
+        return number
+
     if takes_argument:
         parser.add_argument(
             "port_argument", nargs="?", metavar="PORT", help="the same as --port PORT"
         )
-        let_stand_for(parser, "port_argument", "port", port.read)
+        let_stand_for(parser, "port_argument", "port", read)
     parser.add_argument(
         port.name,
         type=port.read,
