@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 ENCODED_ARCHITECTURES = frozenset(
-    {"gemma3", "llama", "qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"}
+    {"gemma3", "llama", "mistral3", "qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"}
 )
 """`general.architecture` of the models whose encoders can be used."""
 PREFERRED = ("F16", "BF16", "Q8_0", "F32")

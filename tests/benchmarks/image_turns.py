@@ -126,7 +126,8 @@ def chat(url: str, number: int, has_images: bool, turns: int) -> list[ImageTurn]
 def streamed(url: str, body: dict[str, Any]) -> tuple[str, float, dict[str, Any]]:
     """Return the text of an answer, the seconds to its first token, and its usage."""
     data = json.dumps(body).encode()
-    text, first_s, usage = "", 0.0, {}
+    text, first_s = "", 0.0
+    usage: dict[str, Any] = {}
     began = time.perf_counter()
     with requests.post(url, data=data, stream=True, timeout=600) as response:
         if response.status_code != requests.codes.ok:

@@ -4,7 +4,7 @@ preemptions, reused slots and drafts, and they are not if a state is reset or re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def load_compiled_pair(path: Path, model_type: str, **changes: Any) -> tuple[Any
     return theirs, load(directory, kernels=native_kernels(), weights="packed")
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
+@pytest.fixture(scope="module")
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, LoadedModel]:
@@ -188,10 +188,14 @@ def test_two_turns_are_right(any_pair: tuple[Any, LoadedModel]) -> None:
     assert stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize(
+    ("pair", "mutation"), [*zip(RECURRENT, cycle(MUTATIONS), strict=False)], indirect=["pair"]
+)
 def test_a_state_that_is_not_reset_or_kept_right_gives_wrong_answers(
     pair: tuple[Any, LoadedModel], mutation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """So `test_two_turns_are_right` can fail: for each family, and for each mistake. A mistake is
+    made with three families or more."""
     theirs, loaded = pair
     kind, name, wrong = MUTATIONS[mutation]
     monkeypatch.setattr(kind, name, wrong)

@@ -42,9 +42,10 @@ from worker.vision.support import encoder_files
 from worker.vision.tensor_names import is_of_images
 from worker.vision.tower import ImageTower
 
-IDEFICS, GEMMA, QWEN2, WINDOWED, QWEN, HYBRID = (
+IDEFICS, GEMMA, MISTRAL, QWEN2, WINDOWED, QWEN, HYBRID = (
     "Idefics3ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -53,13 +54,17 @@ IDEFICS, GEMMA, QWEN2, WINDOWED, QWEN, HYBRID = (
 PARTS: dict[str, dict[str, Any]] = {
     IDEFICS: {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
     GEMMA: {"image_size": 56, "num_hidden_layers": 2},
+    MISTRAL: {"image_size": 112, "num_hidden_layers": 3, "hidden_act": "silu"},
     QWEN2: {"depth": 3},
     WINDOWED: {"depth": 4, "fullatt_block_indexes": [1, 3]},
     QWEN: {"depth": 4, "deepstack_visual_indexes": [0, 2]},
     HYBRID: {"depth": 2},
 }
 """Architecture -> keys of the config of its encoder."""
-STORED = {GEMMA: {"query_pre_attn_scalar": 32}}
+STORED: dict[str, dict[str, Any]] = {
+    GEMMA: {"query_pre_attn_scalar": 32},
+    MISTRAL: {"rms_norm_eps": 1e-5},
+}
 """Architecture -> options that GGUF files do not store, with the only value that is computed."""
 
 
@@ -157,6 +162,10 @@ PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"image_seq_len": 1},
     ),
     GEMMA: ({"size": {"height": 56, "width": 56}}, {"image_seq_length": 16}),
+    MISTRAL: (
+        {"size": {"longest_edge": 112}, "patch_size": {"height": 14, "width": 14}},
+        {"patch_size": 14, "spatial_merge_size": 2},
+    ),
     QWEN2: (ANY_SIZE | {"size": {"shortest_edge": 56 * 56, "longest_edge": 12_845_056}}, {}),
     WINDOWED: (ANY_SIZE | {"size": {"shortest_edge": 56 * 56, "longest_edge": 12_845_056}}, {}),
     QWEN: (ANY_SIZE | {"size": {"shortest_edge": 64 * 784, "longest_edge": 16384 * 784}}, {}),
@@ -236,7 +245,7 @@ def test_a_download_brings_the_encoders_that_can_be_used() -> None:
 
 
 CHANGED = {
-    "another kind": ({"clip.projector_type": "pixtral"}, "kind 'pixtral', which is not supported"),
+    "another kind": ({"clip.projector_type": "kimivl"}, "kind 'kimivl', which is not supported"),
     "no kind": ({"clip.projector_type": None}, "kind '', which is not supported"),
     "another GGUF file": ({"general.architecture": "llama"}, "not an mmproj file"),
     "of another family": ({"clip.projector_type": "gemma3"}, "architecture gemma3, and"),
@@ -284,6 +293,14 @@ def test_other_files_and_models_are_refused_at_the_start(
             encoder_files(WorkerConfig(model=str(model), mmproj=str(file)))
         assert "--mmproj" in refused.value.message
         assert refused.value.remedy
+
+
+def test_heads_that_cannot_be_interleaved_are_refused(tmp_path: Path) -> None:
+    tiny = made(MISTRAL, tmp_path)
+    changes = {"clip.vision.attention.head_count": 16}
+    file = write_mmproj(tmp_path / "odd.gguf", tiny.model, changes=changes)
+    with pytest.raises(UnusableModel, match="has 48 rows for 16 heads"):
+        found(gguf_of(tiny), file)
 
 
 def test_an_encoder_in_place_of_the_model_is_refused_with_the_option(idefics: TinyVision) -> None:

@@ -32,6 +32,7 @@ F32 = GGMLQuantizationType.F32
 PLACEHOLDERS = {
     "idefics3": "<image>",
     "gemma3": "<image_soft_token>",
+    "mistral3": "[IMG]",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "<|image_pad|>"),
 }
 """`model_type` -> the placeholder, which is the last token."""
@@ -129,6 +130,13 @@ def write_mmproj(
             scale = vision.image_size // vision.patch_size // side
             if scale != 4:
                 writer.add_vision_projector_scale_factor(scale)
+        case "mistral3":
+            writer.add_clip_projector_type(VisionProjectorType.PIXTRAL)
+            writer.add_vision_spatial_merge_size(config.spatial_merge_size)
+            if vision.hidden_act == "silu":
+                writer.add_vision_use_silu(True)
+            else:
+                writer.add_vision_use_gelu(True)
         case "qwen2_vl":
             writer.add_clip_projector_type(VisionProjectorType.QWEN2VL)
         case "qwen2_5_vl":
@@ -150,7 +158,7 @@ def write_mmproj(
         writer.add_vision_image_size(vision.image_size)
         writer.add_vision_block_count(vision.num_hidden_layers)
         writer.add_vision_head_count(vision.num_attention_heads)
-        writer.add_vision_attention_layernorm_eps(vision.layer_norm_eps)
+        writer.add_vision_attention_layernorm_eps(getattr(vision, "layer_norm_eps", 1e-5))
     (pairs,) = writer.kv_data
     for key, value in (changes or {}).items():
         pairs.pop(key, None)
@@ -199,7 +207,13 @@ def _tensors(model: Any) -> Iterator[tuple[str, Array]]:
             yield "v.patch_embd.weight", np.ascontiguousarray(data[:, :, 0])
             yield "v.patch_embd.weight.1", np.ascontiguousarray(data[:, :, 1])
         else:
-            theirs = theirs.replace("vision_tower.", "vision_tower.vision_model.", 1)
+            if re.search(r"layers\.\d+\.attention\.[qk]_proj", theirs):
+                halves = data.reshape(
+                    model.config.vision_config.num_attention_heads, 2, -1, data.shape[1]
+                )
+                data = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(data.shape))
+            if model.config.model_type == "gemma3":
+                theirs = theirs.replace("vision_tower.", "vision_tower.vision_model.", 1)
             name = next(filter(None, (_name(names, begin + theirs) for begin in ("", "model."))))
             yield name, data + ("soft_emb_norm" in name)
 

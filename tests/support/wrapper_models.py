@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +13,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.gemma3n import modeling_gemma3n
 
 from tests.support.checkpoints import VOCAB, write_directory
 from tests.support.family_models import OWN_SIZES, SIZES
@@ -55,6 +55,9 @@ M_ROPE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mrope_section": [8, 4, 4]},
 }
 """Decoder, or `model_type` of a text part -> rope parameters of its models of images."""
+TIMM_USER = "transformers.models.gemma3n.modeling_gemma3n.AutoModel"
+"""It is imported only for a Gemma 3n: each process of pytest reads this file, and the import takes
+two seconds of CPU time."""
 
 
 def random_wrapper(
@@ -96,7 +99,8 @@ def random_wrapper(
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
             setattr(config, name, VOCAB - 1)
     torch.manual_seed(5)
-    with patch.object(modeling_gemma3n, "AutoModel", PartsWithoutTimm):
+    is_timm_used = architecture.startswith("Gemma3n")
+    with patch(TIMM_USER, PartsWithoutTimm) if is_timm_used else nullcontext():
         model = getattr(transformers, class_name)(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

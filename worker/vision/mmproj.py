@@ -15,7 +15,8 @@ from worker.checkpoint.gguf_tokens import CONTROL, USER_DEFINED
 from worker.errors import UnusableModel
 from worker.spec.fields import Fields
 from worker.vision.encoder_files import TEXTS, EncoderFiles
-from worker.vision.projectors import PROJECTORS, MmprojHeader, Projector, Stored
+from worker.vision.mmproj_header import MmprojHeader, Projector, Stored
+from worker.vision.projectors import PROJECTORS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,6 +87,9 @@ class MmprojEncoder(EncoderFiles):
             whole = parts[0]
         else:
             whole = torch.cat(parts) if stored.joins_rows else torch.stack(parts, 2)
+        if stored.heads:
+            pairs = whole.reshape(stored.heads, -1, 2, *whole.shape[1:])
+            whole = pairs.transpose(1, 2).reshape(whole.shape)
         return whole - stored.added if stored.added else whole
 
 

@@ -9,156 +9,19 @@ the published models.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from worker.checkpoint.gguf_file import GGUFFile, TensorInfo
-from worker.errors import UnusableModel
-from worker.spec.fields import Fields
-
-EPSILON = "clip.vision.attention.layer_norm_epsilon"
-MAX_PIXELS_ACROSS = 1 << 14
-"""Largest edge of an image that is accepted from a file."""
-Config = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """How a file holds a tensor of transformers' class: in one tensor or in several."""
-
-    names: tuple[str, ...]
-    #: What the converter has added to it.
-    added: float = 0.0
-    #: Whether the rows of several tensors follow each other. Else the tensors follow each other on
-    #: a further axis, the third one.
-    joins_rows: bool = False
-
-
-class MmprojHeader:
-    """The metadata and tensors of an mmproj file, and the facts of its model that it depends on.
-
-    width    width of the model's hidden states
-    pad      id of the placeholder
-
-    The constructor and the methods raise UnusableModel, which names the key or the tensor.
-    """
-
-    def __init__(self, file: GGUFFile, width: int, pad: int) -> None:
-        self._source = str(file.path)
-        self.fields = Fields(file.metadata, self._source)
-        self.width, self.pad = width, pad
-        self._file = file
-        self.hidden, _, self.patch, _ = self.shape("v.patch_embd.weight", 4)
-        self.num_layers = 0
-        while f"v.blk.{self.num_layers}.ln1.weight" in file.tensors:
-            self.num_layers += 1
-        #: Whether the names of the two matrices of an MLP are swapped, as in files of older
-        #: converters.
-        first = self.shape("v.blk.0.ffn_up.weight", 2)
-        self.is_swapped = first[0] == self.hidden != first[1]
-        self.inner = first[self.is_swapped]
-
-    def wrong(self, why: str) -> UnusableModel:
-        return UnusableModel(f"{self._source}: {why}")
-
-    def tensor(self, name: str) -> TensorInfo:
-        if name not in self._file.tensors:
-            raise self.wrong(f"it has no tensor {name!r}")
-        return self._file.tensors[name]
-
-    def shape(self, name: str, num_dims: int) -> tuple[int, ...]:
-        shape = self.tensor(name).shape
-        if len(shape) != num_dims:
-            raise self.wrong(f"{name!r} must have {num_dims} axes")
-        return shape
-
-    def size(self, name: str, default: int | None = None, *, most: int = MAX_PIXELS_ACROSS) -> int:
-        """Return the number `clip.vision.NAME`, from 1 to `most`."""
-        key = f"clip.vision.{name}"
-        value = self.fields.integer(key, *([] if default is None else [default]))
-        if not 1 <= value <= most:
-            raise self.wrong(f"{key} is {value}; it must be from 1 to {most:,}")
-        return value
-
-    @property
-    def num_positions(self) -> int:
-        return self.shape("v.position_embd.weight", 2)[0]
-
-    @property
-    def added_layers(self) -> list[int]:
-        """Numbers of the layers after which rows are made that the first layers of the model add
-        (DeepStack)."""
-        names = self._file.tensors
-        return [n for n in range(self.num_layers) if f"v.deepstack.{n}.norm.weight" in names]
-
-    def side(self, image: int) -> int:
-        """Return the number of patches in a row of an image of `image` pixels."""
-        side = image // self.patch
-        if side * side != self.num_positions:
-            raise self.wrong(
-                f"it has {self.num_positions} positions, but clip.vision.image_size {image} and "
-                f"patches of {self.patch} pixels make {side * side}"
-            )
-        return side
-
-    def merged(self, side: int, scale: int) -> int:
-        """Return the number of rows of an image of `side` x `side` patches, of which `scale` x
-        `scale` become one."""
-        if side // scale < 1:
-            raise self.wrong(f"{scale} patches in a row do not fit into {side}")
-        return (side // scale) ** 2
-
-    def colours(self) -> Config:
-        """Return the mean and the deviation of each colour."""
-        read = {"image_mean": Fields.number, "image_std": Fields.positive}
-        found: Config = {}
-        for name, number in read.items():
-            key = f"clip.vision.{name}"
-            values = self.fields.get(key, [0.5] * 3)
-            if not isinstance(values, list) or len(values) != 3:
-                raise self.wrong(f"{key} must have three numbers")
-            each = Fields(
-                {f"{key}[{index}]": value for index, value in enumerate(values)}, self._source
-            )
-            found[name] = [number(each, f"{key}[{index}]") for index in range(3)]
-        return found
-
-    def text_config(self, model_type: str) -> Config:
-        """Return the config of a text part of the right width, which is never computed."""
-        return {
-            "model_type": model_type,
-            "hidden_size": self.width,
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-        }
-
-    @property
-    def num_heads(self) -> int:
-        heads = self.size("attention.head_count")
-        if self.hidden % heads:
-            raise self.wrong(f"{heads} heads do not divide a width of {self.hidden}")
-        return heads
-
-    def sizes(self) -> Config:
-        """Return the keys of the encoder's config that have the same name in all families."""
-        return {
-            "hidden_size": self.hidden,
-            "intermediate_size": self.inner,
-            "patch_size": self.patch,
-        }
-
-
-def _with_endings(names: Mapping[str, str]) -> dict[str, Stored]:
-    """Return theirs -> how it is stored, for modules that have a weight and a bias."""
-    return {
-        f"{theirs}.{ending}": Stored((f"{ours}.{ending}",))
-        for theirs, ours in names.items()
-        for ending in ("weight", "bias")
-    }
-
+from worker.vision.mmproj_header import (
+    EPSILON,
+    MAX_PIXELS_ACROSS,
+    SWAPPED,
+    Config,
+    MmprojHeader,
+    Projector,
+    Stored,
+    with_endings,
+)
+from worker.vision.qwen_projectors import MergedProjector, Qwen2Projector, WindowedProjector
 
 _OF_SIGLIP_LAYER = {
     "layer_norm1": "ln1",
@@ -170,7 +33,19 @@ _OF_SIGLIP_LAYER = {
     "mlp.fc1": "ffn_up",
     "mlp.fc2": "ffn_down",
 }
-_SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+_OF_PIXTRAL_LAYER = {
+    "attention_norm": "ln1",
+    "ffn_norm": "ln2",
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_out",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+}
+INTERLEAVED = ("attn_q", "attn_k")
+"""Matrices of Pixtral whose rows are interleaved."""
 
 
 def _siglip_config(header: MmprojHeader, image: int) -> Config:
@@ -186,33 +61,11 @@ def _siglip_tensors(header: MmprojHeader, prefix: str) -> dict[str, Stored]:
     modules = {"embeddings.patch_embedding": "v.patch_embd", "post_layernorm": "v.post_ln"}
     for layer in range(header.num_layers):
         for theirs, ours in _OF_SIGLIP_LAYER.items():
-            ours = _SWAPPED.get(ours, ours) if header.is_swapped else ours
+            ours = SWAPPED.get(ours, ours) if header.is_swapped else ours
             modules[f"encoder.layers.{layer}.{theirs}"] = f"v.blk.{layer}.{ours}"
-    found = _with_endings({prefix + theirs: ours for theirs, ours in modules.items()})
+    found = with_endings({prefix + theirs: ours for theirs, ours in modules.items()})
     found[f"{prefix}embeddings.position_embedding.weight"] = Stored(("v.position_embd.weight",))
     return found
-
-
-class Projector(ABC):
-    """How the encoders of one `clip.projector_type` are read."""
-
-    #: `model_type` whose classes compute the encoder and its image processor.
-    model_type: str
-    #: `general.architecture` of the models.
-    architectures: frozenset[str]
-    #: Texts of the placeholder. The first one that the vocabulary has is used. Nothing depends on
-    #: which it is, but it should be no part of ordinary texts.
-    placeholders: tuple[str, ...]
-    #: The tensor that makes the model's rows, and the axis of these.
-    last: tuple[str, int]
-
-    @abstractmethod
-    def texts(self, header: MmprojHeader) -> tuple[Config, Config, Config]:
-        """Return what a directory has in the files TEXTS."""
-
-    @abstractmethod
-    def tensors(self, header: MmprojHeader) -> dict[str, Stored]:
-        """Return `tower_key` -> how the file holds the tensor."""
 
 
 class TiledProjector(Projector):
@@ -282,155 +135,73 @@ class PooledProjector(Projector):
         }
 
 
-class GridProjector(Projector):
-    """Qwen's families: images of any size, of which squares of patches become a row."""
+class LineProjector(Projector):
+    """Mistral 3: lines of patches, of which squares are merged."""
 
-    placeholders = ("<|image_pad|>",)
+    model_type = "mistral3"
+    architectures = frozenset({"llama", "mistral3"})
+    placeholders = ("[IMG]",)
     last = ("mm.2.weight", 0)
-    #: Fewest and most rows of an image, if the file has no numbers of pixels.
-    num_rows: tuple[int, int]
-    #: Modules of a layer -> their names in the file.
-    layer: Mapping[str, str]
-    #: The same for the modules after the layers.
-    merger: Mapping[str, str]
-
-    @abstractmethod
-    def vision(self, header: MmprojHeader) -> Config:
-        """Return the keys of the encoder's config that are not those of all these families."""
 
     def texts(self, header: MmprojHeader) -> tuple[Config, Config, Config]:
-        merge = header.size("spatial_merge_size", 2)
-        least, most = (count * (header.patch * merge) ** 2 for count in self.num_rows)
-        shared = {
-            "depth": header.num_layers,
-            "num_heads": header.num_heads,
-            "spatial_merge_size": merge,
-            "temporal_patch_size": 2,
-            "out_hidden_size": header.width,
+        image, merge = header.size("image_size"), header.size("spatial_merge_size")
+        vision = header.sizes() | {
+            "model_type": "pixtral",
+            "num_hidden_layers": header.num_layers,
+            "num_attention_heads": header.num_heads,
+            "head_dim": header.hidden // header.num_heads,
+            "image_size": image,
+            "hidden_act": "silu" if header.fields.flag("clip.use_silu", False) else "gelu",
         }
+        epsilon = header.fields.positive(EPSILON, 1e-5)
         config = {
             "model_type": self.model_type,
-            "image_token_id": header.pad,
-            "text_config": header.text_config(f"{self.model_type}_text"),
-            "vision_config": header.sizes() | shared | self.vision(header),
+            "image_token_index": header.pad,
+            "spatial_merge_size": merge,
+            "multimodal_projector_bias": header.has("mm.1.bias"),
+            "text_config": header.text_config("mistral") | {"rms_norm_eps": epsilon},
+            "vision_config": vision,
         }
         processor = {
-            "size": {
-                "shortest_edge": header.size("image_min_pixels", least, most=1 << 30),
-                "longest_edge": header.size("image_max_pixels", most, most=1 << 30),
-            },
-            "patch_size": header.patch,
-            "temporal_patch_size": 2,
-            "merge_size": merge,
+            "size": {"longest_edge": image},
+            "patch_size": {"height": header.patch, "width": header.patch},
             **header.colours(),
         }
-        return config, processor, {}
+        return config, processor, {"patch_size": header.patch, "spatial_merge_size": merge}
 
     def tensors(self, header: MmprojHeader) -> dict[str, Stored]:
-        modules = {f"merger.{theirs}": ours for theirs, ours in self.merger.items()}
+        modules = {
+            "vision_tower.patch_conv": "v.patch_embd",
+            "vision_tower.ln_pre": "v.pre_ln",
+            "multi_modal_projector.norm": "mm.input_norm",
+            "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
+            "multi_modal_projector.linear_1": "mm.1",
+            "multi_modal_projector.linear_2": "mm.2",
+        }
         for layer in range(header.num_layers):
-            for theirs, ours in self.layer.items():
-                ours = _SWAPPED.get(ours, ours) if header.is_swapped else ours
-                modules[f"blocks.{layer}.{theirs}"] = f"v.blk.{layer}.{ours}"
-        found = _with_endings({f"visual.{theirs}": ours for theirs, ours in modules.items()})
-        frames = ("v.patch_embd.weight", "v.patch_embd.weight.1")
-        return found | {"visual.patch_embed.proj.weight": Stored(frames)}
-
-
-class MergedProjector(GridProjector):
-    """Qwen3-VL and Qwen3.5, dense and with experts. Their encoders are alike, but that of Qwen3.5
-    makes no rows for further layers."""
-
-    model_type = "qwen3_vl"
-    architectures = frozenset({"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"})
-    num_rows = 64, 16384
-    layer = {
-        "norm1": "ln1",
-        "norm2": "ln2",
-        "attn.qkv": "attn_qkv",
-        "attn.proj": "attn_out",
-        "mlp.linear_fc1": "ffn_up",
-        "mlp.linear_fc2": "ffn_down",
-    }
-    merger = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
-
-    def vision(self, header: MmprojHeader) -> Config:
-        return {
-            "num_position_embeddings": header.num_positions,
-            "deepstack_visual_indexes": header.added_layers,
-        }
-
-    def tensors(self, header: MmprojHeader) -> dict[str, Stored]:
-        modules = {"patch_embed.proj": "v.patch_embd"}
-        for index, layer in enumerate(header.added_layers):
-            for theirs, ours in (("norm", "norm"), ("linear_fc1", "fc1"), ("linear_fc2", "fc2")):
-                modules[f"deepstack_merger_list.{index}.{theirs}"] = f"v.deepstack.{layer}.{ours}"
-        found = _with_endings({f"visual.{theirs}": ours for theirs, ours in modules.items()})
-        positions = {"visual.pos_embed.weight": Stored(("v.position_embd.weight",))}
-        return found | super().tensors(header) | positions
-
-
-class Qwen2Projector(GridProjector):
-    """Qwen2-VL."""
-
-    model_type = "qwen2_vl"
-    architectures = frozenset({"qwen2vl"})
-    num_rows = 4, 16384
-    layer = {
-        "norm1": "ln1",
-        "norm2": "ln2",
-        "attn.proj": "attn_out",
-        "mlp.fc1": "ffn_up",
-        "mlp.fc2": "ffn_down",
-    }
-    merger = {"ln_q": "v.post_ln", "mlp.0": "mm.0", "mlp.2": "mm.2"}
-
-    def vision(self, header: MmprojHeader) -> Config:
-        if header.inner % header.hidden:
-            raise header.wrong(f"a width of {header.inner} is no multiple of {header.hidden}")
-        return {
-            "hidden_size": header.width,
-            "embed_dim": header.hidden,
-            "mlp_ratio": header.inner // header.hidden,
-        }
-
-    def tensors(self, header: MmprojHeader) -> dict[str, Stored]:
-        return super().tensors(header) | {
-            f"visual.blocks.{layer}.attn.qkv.{ending}": Stored(
-                tuple(f"v.blk.{layer}.attn_{part}.{ending}" for part in "qkv"), joins_rows=True
+            for theirs, ours in _OF_PIXTRAL_LAYER.items():
+                name = f"vision_tower.transformer.layers.{layer}.{theirs}"
+                modules[name] = f"v.blk.{layer}.{ours}"
+        for name in modules.values():
+            rows = header.tensor(f"{name}.weight").shape[0]
+            if name.endswith(INTERLEAVED) and rows % (2 * header.num_heads):
+                raise header.wrong(f"{name!r} has {rows} rows for {header.num_heads} heads")
+        found = {
+            f"{theirs}.weight": Stored(
+                (f"{ours}.weight",), heads=header.num_heads * ours.endswith(INTERLEAVED)
             )
-            for layer in range(header.num_layers)
-            for ending in ("weight", "bias")
+            for theirs, ours in modules.items()
         }
-
-
-class WindowedProjector(Qwen2Projector):
-    """Qwen2.5-VL. Most of its layers attend within windows, and its norms have no biases."""
-
-    model_type = "qwen2_5_vl"
-    layer = {
-        **{name: Qwen2Projector.layer[name] for name in ("norm1", "norm2", "attn.proj")},
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-
-    def vision(self, header: MmprojHeader) -> Config:
-        interval = header.size("n_wa_pattern")
-        return {
-            "fullatt_block_indexes": [*range(interval - 1, header.num_layers, interval)],
-            "window_size": 112,  # of all published models; files do not store it
-        }
-
-    def tensors(self, header: MmprojHeader) -> dict[str, Stored]:
-        found = super().tensors(header)
-        biases = ("norm1.bias", "norm2.bias", "ln_q.bias")
-        return {name: stored for name, stored in found.items() if not name.endswith(biases)}
+        if header.has("mm.1.bias"):
+            ends = {f"multi_modal_projector.linear_{end}": f"mm.{end}" for end in (1, 2)}
+            found |= with_endings(ends)
+        return found
 
 
 PROJECTORS: Mapping[str, Projector] = {
     "idefics3": TiledProjector(),
     "gemma3": PooledProjector(),
+    "pixtral": LineProjector(),
     "qwen2vl_merger": Qwen2Projector(),
     "qwen2.5vl_merger": WindowedProjector(),
     "qwen3vl_merger": MergedProjector(),
