@@ -7,6 +7,7 @@ accepted as aliases.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
@@ -152,3 +153,15 @@ def advice(word: str, known: Collection[str], others: Mapping[str, str]) -> str:
         return f"use {instead}" if instead in known else instead
     close = get_close_matches(dashed, sorted(known), n=1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close else ""
+
+
+def advice_on_field(key: str, names: Mapping[str, str]) -> str:
+    """Return the advice about the unknown option `key` of a file or a script, where an option is
+    named by its field; "" if there is none.
+
+    names   our option -> its field
+    """
+    hint = advice(f"--{key.replace('_', '-')}", names, OPTIONS)
+    for option in sorted({*re.findall(r"--[a-z][a-z-]*", hint)}, key=len, reverse=True):
+        hint = hint.replace(option, names.get(option, option[2:].replace("-", "_")))
+    return hint
