@@ -292,7 +292,7 @@ def test_no_random_schedule_changes_an_answer(
 ) -> None:
     """`python -m tests.torture.draft_heads` runs ten thousand of them."""
     model = DraftedModel.of(tmp_path, model_type, is_right=is_right)
-    schedules = [HeadSchedule(model, seed) for seed in range(examples(15, 100))]
+    schedules = [HeadSchedule(model, seed) for seed in range(examples(8, 100))]
     for schedule in schedules:
         schedule.run()
     assert sum(schedule.accepted for schedule in schedules) > 0

@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import requests
 from openai import OpenAI
 
 from protocol.sdk.client import Client
+from tests.support.docs_blocks import blocks_of
 from tests.support.engine_view import EngineView
 from tests.support.ports import free_port
+from tests.support.processes import ROOT
 from tests.support.reference import GOLDEN
 from tests.support.server import SERVED_NAME, Server
 
@@ -57,6 +60,23 @@ def view(server: Server) -> Iterator[EngineView]:
     view = EngineView(server.address)
     yield view
     view.close()
+
+
+def test_the_first_request_of_the_readme_has_its_answer(
+    server: Server, exact_server: Server
+) -> None:
+    """The default settings round the inputs of products. The first answer that a user sees must
+    not depend on that."""
+    blocks = [*blocks_of(ROOT / "README.md")]
+    place = next(n for n, block in enumerate(blocks) if block.text.startswith("curl "))
+    request, shown = blocks[place : place + 2]
+    body = json.loads(request.text.partition("-d '")[2].rstrip().removesuffix("'"))
+    said = json.loads(shown.text)["choices"][0]["message"]["content"]
+    assert len(said.splitlines()) == 3
+    for each in (server, exact_server):
+        asked = body | {"model": SERVED_NAME}
+        answer = requests.post(f"{each.url}/v1/chat/completions", json=asked, timeout=300).json()
+        assert answer["choices"][0]["message"]["content"] == said
 
 
 def test_sixty_four_streams_get_each_their_own_answer(client: OpenAI, view: EngineView) -> None:
