@@ -115,6 +115,12 @@ def test_a_port_that_is_none_is_refused_and_an_unknown_option_before_it(
         ("list", "tidegate: unknown command 'list': use tidegate models  (see tidegate --help)"),
         ("--verison", "tidegate: unknown option --verison: did you mean --version?  (see tidegate"),
         ("--port", "--port: the command comes first, such as tidegate serve --port  (see"),
+        (
+            "-hf",
+            "unknown option -hf: the model is the first argument, with the same",
+        ),
+        ("-m", "unknown option -m: the model is the first argument: tidegate serve MODEL  (see"),
+        ("--ctx-size=9", "--ctx-size=9: use tidegate serve MODEL --max-len  (see"),
     ],
 )
 def test_a_command_that_does_not_exist_is_refused_with_the_nearest(
@@ -139,6 +145,10 @@ def test_the_replacement_of_another_servers_command_exists(word: str) -> None:
         (["serve", "--max-model-len", "9"], "unknown option --max-model-len: use --max-len  (see"),
         (["engine", "-tp", "2"], "unknown option -tp: use --tensor-parallel  (see"),
         (["serve", "-hf", "a/b:Q8_0"], "unknown option -hf: the model is the first argument"),
+        (
+            ["run", "-hf", "a/b"],
+            "tidegate run: unknown option -hf: the model is the first",
+        ),
         (["serve", "-pp", "2"], "unknown option -pp: to use several devices, divide the model"),
         (["status", "--model", "m"], "tidegate status: unknown option --model  (see"),
         (["ps", "x"], "tidegate ps: unexpected argument 'x'"),
