@@ -40,6 +40,8 @@ MODELS = "models"
 """The option with a file of several models, which stands for MODEL."""
 NAMES_OF_MODELS = (MODEL, "draft_model")
 """Names whose values are paths of models, or names that are no paths."""
+LORA = "lora"
+"""The option whose values are NAME=PATH."""
 _TABLE = re.compile(r"^\s*\[", re.MULTILINE)
 
 
@@ -193,10 +195,17 @@ def _value(flag: Flag, value: Any, folder: Path) -> Any:
             if not isinstance(value, list):
                 raise ValueError(f"{flag.field} must be a list, each item {flag.takes}")
             items = [msgspec.convert(item, flag.type) for item in value]
-            return items if flag.is_list else tuple(items)
+            return in_folder(flag, items, folder) if flag.is_list else tuple(items)
         value = msgspec.convert(value, flag.type)
     except msgspec.ValidationError:
         raise ValueError(f"{flag.field} must be {flag.takes}, not {shown}") from None
+    return in_folder(flag, value, folder)
+
+
+def in_folder(flag: Flag, value: Any, folder: Path) -> Any:
+    """Return the value of an option with its paths absolute. Relative ones start at `folder`."""
+    if flag.is_list or flag.is_tuple:
+        return [_named_path(item, folder) for item in value] if flag.field == LORA else value
     if flag.is_path:
         return _path(value, folder)
     return local_model(value, folder) if flag.field in NAMES_OF_MODELS else value
@@ -206,6 +215,12 @@ def _path(text: str, folder: Path) -> str:
     if text in ("", NO_PATH):
         return text
     return os.path.abspath(folder / user_path(text))
+
+
+def _named_path(text: str, folder: Path) -> str:
+    """Return NAME=PATH with an absolute path. The config refuses a text without a path."""
+    name, equals, path = text.partition("=")
+    return f"{name}{equals}{_path(path, folder)}"
 
 
 def local_model(model: str, folder: Path) -> str:
