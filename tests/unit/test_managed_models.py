@@ -95,7 +95,7 @@ class ManagedBench:
             child="engine own",
         )
         new = NewModels(
-            engine=EngineConfig(worker=WorkerConfig(model="")),
+            engine=EngineConfig(worker=WorkerConfig(model="", mmproj="/enc", lora=["a=/a"])),
             hosted=ModelConfig(),
             directory=Path("/run/tidegate"),
             command=lambda name, engine: Command(f"engine {name}", ["engine"], group=name),
@@ -150,6 +150,7 @@ class ManagedBench:
     def finish_pull(self) -> Pulled:
         order = self.orders[-1]
         assert isinstance(order, PullOrder)
+        assert (order.engine.worker.mmproj, order.engine.worker.lora) == ("", [])
         worker = msgspec.structs.replace(order.engine.worker, model=f"/cache/{order.model}")
         engine = msgspec.structs.replace(order.engine, worker=worker)
         result = Pulled(engine=engine, hosted=order.hosted, planned_bytes=1 << 20)
