@@ -190,8 +190,12 @@ def _check_command(words: Sequence[str]) -> None:
     if word in (*COMMANDS, *OWN_OPTIONS):
         return
     if word.startswith("-"):
-        hint = other_servers.advice(word, OWN_OPTIONS, {})
-        hint = hint or f"the command comes first, such as tidegate serve {word}"
+        if instead := other_servers.OPTIONS.get(word.partition("=")[0]):
+            is_option = instead.startswith("-") and " " not in instead
+            hint = f"use tidegate serve MODEL {instead}" if is_option else instead
+        else:
+            hint = other_servers.advice(word, OWN_OPTIONS, {})
+            hint = hint or f"the command comes first, such as tidegate serve {word}"
         raise Failure(f"unknown option {word}: {hint}  (see tidegate --help)", exit_code=2)
     if instead := other_servers.COMMANDS.get(word):
         hint = f": {instead}"
