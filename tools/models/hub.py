@@ -65,7 +65,7 @@ from tools.models.download import (
 from tools.models.fetch import PrintLine, check_space, format_size, locked, progress_bar
 from tools.models.http_file import HttpFile
 from tools.models.hub_cache import cached_model, repository_folder, repository_lock
-from tools.models.hub_files import CONFIG, Kind, RepoFile, choose_files, encoder_of
+from tools.models.hub_files import CONFIG, Kind, RepoFile, choose_files, encoders_of
 from tools.models.names import HubName
 from tools.models.records import PulledFile, PulledModel, read_records, write_record
 
@@ -158,8 +158,19 @@ class HubDownloads:
         kind, files = choose_files(name, stored)
         self._check_expected(name, files)
         if kind == "GGUF" and _architecture(info) in ENCODED_ARCHITECTURES:
-            files = [*files, *encoder_of(files[0], stored)]
+            files = [*files, *self._encoder(name, encoders_of(files[0], stored))]
         return HubModel(name=name, commit=info.sha, licence=_licence(info), kind=kind, files=files)
+
+    def _encoder(self, name: HubName, found: Sequence[RepoFile]) -> Sequence[RepoFile]:
+        """Return the image encoder to download, if it is clear which one it is."""
+        if len(found) < 2:
+            return found
+        self._print_line(
+            f"{name}: without an image encoder, because the repository has several: "
+            f"{', '.join(file.path for file in found)}; for images, download one of them with "
+            "`hf download` and give it to --mmproj"
+        )
+        return []
 
     def _check_expected(self, name: HubName, files: Sequence[RepoFile]) -> None:
         """Raise Failure if the files on the Hub are not the one whose digest is expected."""

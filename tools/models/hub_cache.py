@@ -12,7 +12,7 @@ from pathlib import Path
 
 from protocol.shared.gguf_parts import is_later_part
 from tools.failure import Failure
-from tools.models.hub_files import RepoFile, choose_files, encoder_of
+from tools.models.hub_files import RepoFile, choose_files, encoders_of
 from tools.models.names import MAIN, HubName
 from tools.models.records import SNAPSHOTS, PulledFile, PulledModel
 
@@ -36,7 +36,8 @@ def cached_model(name: HubName, snapshot: Path) -> PulledModel:
     stored = _files(snapshot)
     kind, files = choose_files(name, stored)
     if kind == "GGUF":
-        files = [*files, *encoder_of(files[0], stored)]
+        encoders = encoders_of(files[0], stored)
+        files = [*files, *encoders] if len(encoders) == 1 else files
     return PulledModel(
         name=str(name),
         kind=kind,
