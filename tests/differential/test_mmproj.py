@@ -17,7 +17,7 @@ from gateway.images.processor import preprocessed
 from gateway.images.settings import CheckpointFiles
 from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import attachment_digest
-from protocol.shared.mmproj import ENCODED_ARCHITECTURES
+from protocol.shared.mmproj import ENCODED_ARCHITECTURES, ENCODED_KINDS
 from tests.support.image_engine import ImageEngine
 from tests.support.image_models import picture
 from tests.support.mmproj_files import write_mmproj, write_text
@@ -195,6 +195,8 @@ def test_the_memory_plan_counts_an_mmproj_file_beside_the_model(tiny: TinyVision
     hidden = tiny.model.config.get_text_config().hidden_size
     tower = ImageTower.load(found(gguf_of(tiny)), hidden, torch.float32)
     assert plan.image_bytes == tower.num_bytes + (3 << 20)
+    little = preflight([config], free_bytes=plan.image_bytes + (1 << 20))
+    assert "serve text only (--mmproj none)" in little.remedy
     (text,) = preflight([WorkerConfig(model=str(gguf_of(tiny)), mmproj="none")]).plans
     assert not text.image_bytes
 
@@ -242,6 +244,7 @@ def test_the_digest_of_a_model_covers_its_encoder(idefics: TinyVision, tmp_path:
 def test_a_download_brings_the_encoders_that_can_be_used() -> None:
     served = (each.architectures for each in PROJECTORS.values())
     assert frozenset().union(*served) == ENCODED_ARCHITECTURES
+    assert PROJECTORS.keys() == ENCODED_KINDS
 
 
 CHANGED = {
