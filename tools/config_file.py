@@ -27,21 +27,16 @@ from typing import Any
 
 import msgspec
 
-from protocol.config.base import NO_PATH
 from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.flags import Flag, flags_of
 from tools.other_servers import advice_on_field
-from tools.paths import user_path
+from tools.paths import in_folder, local_model, user_path
 
 MODEL = "model"
 """Name of the argument MODEL in the file."""
 MODELS = "models"
 """The option with a file of several models, which stands for MODEL."""
-NAMES_OF_MODELS = (MODEL, "draft_model")
-"""Names whose values are paths of models, or names that are no paths."""
-LORA = "lora"
-"""The option whose values are NAME=PATH."""
 _TABLE = re.compile(r"^\s*\[", re.MULTILINE)
 
 
@@ -199,35 +194,6 @@ def _value(flag: Flag, value: Any, folder: Path) -> Any:
     except msgspec.ValidationError:
         raise ValueError(f"{flag.field} must be {flag.takes}, not {shown}") from None
     return in_folder(flag, value, folder)
-
-
-def in_folder(flag: Flag, value: Any, folder: Path) -> Any:
-    """Return the value of an option with its paths absolute. Relative ones start at `folder`."""
-    if flag.is_list or flag.is_tuple:
-        return [_named_path(item, folder) for item in value] if flag.field == LORA else value
-    if flag.is_path:
-        return _path(value, folder)
-    return local_model(value, folder) if flag.field in NAMES_OF_MODELS else value
-
-
-def _path(text: str, folder: Path) -> str:
-    if text in ("", NO_PATH):
-        return text
-    return os.path.abspath(folder / user_path(text))
-
-
-def _named_path(text: str, folder: Path) -> str:
-    """Return NAME=PATH with an absolute path. The config refuses a text without a path."""
-    name, equals, path = text.partition("=")
-    return f"{name}{equals}{_path(path, folder)}"
-
-
-def local_model(model: str, folder: Path) -> str:
-    """Return the path of a model in `folder`, or `model` itself if there is no such path. `model`
-    may be NAME=MODEL."""
-    name, equals, path = model.rpartition("=")
-    local = folder / user_path(path)
-    return f"{name}{equals}{local}" if path and local.exists() else model
 
 
 def _models(value: Any, folder: Path, file: str, *, several: bool) -> dict[str, Any]:

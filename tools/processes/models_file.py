@@ -27,10 +27,9 @@ from protocol.config.gateway import ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from protocol.wire.field_errors import field_error
-from tools.config_file import in_folder
 from tools.flags import Flag, build, flags_of
 from tools.models.catalogue import DEFAULT
-from tools.paths import user_path
+from tools.paths import in_folder, user_path
 from tools.processes.several_models import NamedModel, check_names, named_models, own_name
 
 _SHARED = {"draft_model", "served_name"}
