@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -209,6 +209,13 @@ def _check_command(words: Sequence[str]) -> None:
     raise Failure(f"unknown command {word!r}{hint}  (see tidegate --help)", exit_code=2)
 
 
+def _others_options(command: str) -> Mapping[str, str]:
+    """Return the options of other servers that users may give to a command, and replacements."""
+    if command == "run-batch":
+        return other_servers.BATCH_OPTIONS
+    return other_servers.OPTIONS if command in STARTERS else {}
+
+
 def with_command(arguments: Sequence[str]) -> list[str]:
     """Return `arguments` with the name of the command as the first word: `bench` and `step` become
     one word, and an old name becomes the present one."""
@@ -244,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(words)
         options.others = others
         if unknown and not take_late_argument(options, unknown):
-            options.parser.refuse(unknown, other_servers.OPTIONS if words[0] in STARTERS else {})
+            options.parser.refuse(unknown, _others_options(words[0]))
         settle_argument(options)
         options.settings = settings = apply_config_file(options)
         log_format = getattr(options, "log_format", None)  # only `serve` and `engine` have it

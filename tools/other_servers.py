@@ -121,6 +121,12 @@ OPTIONS: Mapping[str, str] = {
 }
 """Option of another server -> its replacement."""
 
+BATCH_OPTIONS: Mapping[str, str] = dict.fromkeys(
+    ("-i", "--input-file", "-o", "--output-file"),
+    "the files are arguments: tidegate run-batch INPUT OUTPUT",
+)
+"""The same for `run-batch`, which vLLM has too."""
+
 COMMANDS: Mapping[str, str] = {
     "collect-env": "use tidegate doctor",
     "complete": "use tidegate run MODEL PROMPT --raw",

@@ -150,6 +150,7 @@ def test_the_replacement_of_another_servers_command_exists(word: str) -> None:
             "tidegate run: unknown option -hf: the model is the first",
         ),
         (["serve", "-pp", "2"], "unknown option -pp: to use several devices, divide the model"),
+        (["run-batch", "-i", "a", "-o", "b"], "-i: the files are arguments: tidegate run-batch IN"),
         (["status", "--model", "m"], "tidegate status: unknown option --model  (see"),
         (["ps", "x"], "tidegate ps: unexpected argument 'x'"),
         (["keys"], "the following arguments are required: ACTION (add, list, revoke)"),
