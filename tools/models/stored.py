@@ -9,7 +9,7 @@ from pathlib import Path
 
 from protocol.process.exit_codes import ExitCode
 from protocol.shared.gguf_parts import all_parts
-from protocol.shared.mmproj import mmproj_files
+from protocol.shared.mmproj import is_mmproj, mmproj_files
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
 from tools.models.download import PARTIAL
@@ -117,7 +117,7 @@ def _files_at(path: str) -> Iterator[Path]:
         yield from (file for file in folder.rglob("*") if file.is_file())
     else:
         yield from map(Path, all_parts(path))
-        if folder.suffix == ".gguf":
+        if not is_mmproj(folder.name):
             yield from mmproj_files(folder)
 
 

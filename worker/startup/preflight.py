@@ -162,7 +162,7 @@ def _plan(
             raise
         text = f"{error.message}, after {in_gib(images)} for images"
         remedy = f"{error.remedy}; or keep fewer encoded images (--image-cache-mib)"
-        if Path(config.model).suffix == ".gguf":
+        if not Path(config.model).is_dir():
             remedy += f"; or serve text only (--mmproj {NO_PATH})"
         raise NotEnoughMemory(text, remedy=remedy) from None
     return replace(plan, image_bytes=images, free_bytes=plan.free_bytes + images)
