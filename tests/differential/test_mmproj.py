@@ -341,7 +341,7 @@ def test_only_a_fitting_file_beside_the_model_is_used(
     assert best.paths == [first]
     shutil.copy(first, tmp_path / "model-MMPROJ-F32.gguf")
     assert encoder_files(config) is None
-    assert "mmproj files of several models are beside it" in caplog.messages[-1]
+    assert "differ in more than the number type: mmproj-F16.gguf, " in caplog.messages[-1]
     for name in ("mmproj-F16.gguf", "mmproj-F32.gguf"):
         (tmp_path / name).unlink()
     other = {"clip.projector_type": "gemma3"}
