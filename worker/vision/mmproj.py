@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from protocol.shared.mmproj import KIND_KEYS
 from worker.checkpoint.gguf_families import ENCODER
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_tokens import CONTROL, USER_DEFINED
@@ -20,9 +21,6 @@ from worker.vision.projectors import PROJECTORS
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-PROJECTOR_KEYS = ("clip.vision.projector_type", "clip.projector_type")
-"""Keys of the kind of encoder. Files with encoders of images and of sound have the first one."""
 
 
 class MmprojEncoder(EncoderFiles):
@@ -98,7 +96,7 @@ def _projector(file: GGUFFile) -> Projector:
     fields = Fields(file.metadata, str(file.path))
     if fields.get("general.architecture") != ENCODER:
         raise UnusableModel(f"{file.path} is a GGUF file, but not an mmproj file")
-    kind = next(filter(None, (fields.text(key, "") for key in PROJECTOR_KEYS)), "")
+    kind = next(filter(None, (fields.text(key, "") for key in KIND_KEYS)), "")
     if kind not in PROJECTORS:
         raise UnusableModel(
             f"{file.path} has an encoder of the kind {kind!r:.80}, which is not supported; "
