@@ -4,8 +4,7 @@ needs torch."""
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,14 +60,16 @@ class MmprojEncoder(EncoderFiles):
         self.texts = {n: json.dumps(each).encode() for n, each in zip(TEXTS, texts, strict=True)}
         self.paths = [path]
 
-    def _names(self) -> Iterator[str]:
-        """Yield the names of the tensors that are read."""
-        for stored in self._tensors.values():
-            yield from stored.names
-
     @property
-    def num_items(self) -> int:
-        return sum(math.prod(self._file.tensors[name].shape) for name in self._names())
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {key: self._shape(stored) for key, stored in self._tensors.items()}
+
+    def _shape(self, stored: Stored) -> tuple[int, ...]:
+        first, *others = self._file.tensors[stored.names[0]].shape
+        count = len(stored.names)
+        if count == 1 or stored.joins_rows:
+            return (count * first, *others)
+        return (first, others[0], count, *others[1:])
 
     def read(self, keys: Container[str]) -> Mapping[str, Tensor]:
         return {key: self._tensor(stored) for key, stored in self._tensors.items() if key in keys}

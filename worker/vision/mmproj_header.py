@@ -107,6 +107,15 @@ class MmprojHeader:
             )
         return side
 
+    def check_squares(self, name: str, key: str, scale: int) -> None:
+        """Check that the matrix `name` reads `scale` x `scale` patches at a time, as the number
+        `clip.vision.KEY` says."""
+        if (found := self.shape(name, 2)[1]) != self.hidden * scale**2:
+            raise self.wrong(
+                f"clip.vision.{key} is {scale}, but {name!r} reads {found:,} numbers; patches have "
+                f"{self.hidden:,}"
+            )
+
     def merged(self, side: int, scale: int) -> int:
         """Return the number of rows of an image of `side` x `side` patches, of which `scale` x
         `scale` become one."""

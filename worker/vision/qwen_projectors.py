@@ -14,6 +14,9 @@ from worker.vision.mmproj_header import (
     with_endings,
 )
 
+MAX_PIXELS = 1 << 30
+"""Most pixels of an image that are accepted from a file."""
+
 
 class GridProjector(Projector):
     """Qwen's families: images of any size, of which squares of patches become a row."""
@@ -33,7 +36,8 @@ class GridProjector(Projector):
 
     def texts(self, header: MmprojHeader) -> tuple[Config, Config, Config]:
         merge = header.size("spatial_merge_size", 2)
-        least, most = (count * (header.patch * merge) ** 2 for count in self.num_rows)
+        header.check_squares("mm.0.weight", "spatial_merge_size", merge)
+        least, most = self._num_pixels(header, (header.patch * merge) ** 2)
         shared = {
             "depth": header.num_layers,
             "num_heads": header.num_heads,
@@ -48,16 +52,27 @@ class GridProjector(Projector):
             "vision_config": header.sizes() | shared | self.vision(header),
         }
         processor = {
-            "size": {
-                "shortest_edge": header.size("image_min_pixels", least, most=1 << 30),
-                "longest_edge": header.size("image_max_pixels", most, most=1 << 30),
-            },
+            "size": {"shortest_edge": least, "longest_edge": most},
             "patch_size": header.patch,
             "temporal_patch_size": 2,
             "merge_size": merge,
             **header.colours(),
         }
         return config, processor, {}
+
+    def _num_pixels(self, header: MmprojHeader, of_row: int) -> tuple[int, int]:
+        """Return the fewest and most pixels of an image.
+
+        of_row   number of pixels of a row
+        """
+        least, most = (min(count * of_row, MAX_PIXELS) for count in self.num_rows)
+        most = header.size("image_max_pixels", most, most=MAX_PIXELS)
+        least = header.size("image_min_pixels", min(least, most), most=MAX_PIXELS)
+        if least > most:
+            raise header.wrong(
+                f"clip.vision.image_min_pixels is {least:,}, but images have at most {most:,}"
+            )
+        return least, most
 
     def tensors(self, header: MmprojHeader) -> dict[str, Stored]:
         modules = {f"merger.{theirs}": ours for theirs, ours in self.merger.items()}
