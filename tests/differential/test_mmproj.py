@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Container, Mapping
 from functools import cache
@@ -38,6 +39,7 @@ from worker.errors import UnusableModel
 from worker.startup.assembly import assemble
 from worker.startup.preflight import preflight
 from worker.vision.encoder_files import DirectoryEncoder, EncoderFiles
+from worker.vision.mmproj_header import OTHER_FILE
 from worker.vision.projectors import PROJECTORS
 from worker.vision.support import encoder_files
 from worker.vision.tensor_names import is_of_images
@@ -289,6 +291,7 @@ CHANGED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a huge scale": (GEMMA, {SCALE: 5}, "5 patches in a row do not fit into 4"),
     "a wrong merge": (MISTRAL, {MERGE: 1}, "merge_size is 1, but 'mm.patch_merger.weight' reads"),
+    "no merge": (MISTRAL, {MERGE: None}, "Pixtral without merging of patches is not supported"),
     "a huge merge": (
         QWEN,
         {MERGE: 4096},
@@ -306,12 +309,15 @@ CHANGED: dict[str, tuple[str, dict[str, Any], str]] = {
 """Architecture, other metadata of its mmproj file, and a part of the reason for the refusal."""
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes", "reason"), CHANGED.values(), ids=CHANGED.keys()
-)
+OF_ANOTHER_MODEL = {"another GGUF file", "of another family"}
+"""Those in place of which the file of the model can be given."""
+
+
+@pytest.mark.parametrize("change", CHANGED)
 def test_a_file_that_cannot_be_used_is_refused_at_the_start(
-    model_of: Made, tmp_path: Path, architecture: str, changes: dict[str, Any], reason: str
+    model_of: Made, tmp_path: Path, change: str
 ) -> None:
+    architecture, changes, reason = CHANGED[change]
     tiny = model_of(architecture)
     file = write_mmproj(tmp_path / "mmproj.gguf", tiny.model, changes=changes)
     refused = preflight([WorkerConfig(model=str(gguf_of(tiny)), mmproj=str(file))])
@@ -319,6 +325,7 @@ def test_a_file_that_cannot_be_used_is_refused_at_the_start(
     assert str(file) in refused.error
     assert reason in refused.error
     assert "none" in refused.remedy
+    assert (refused.remedy == OTHER_FILE) == (change in OF_ANOTHER_MODEL)
 
 
 def test_other_files_and_models_are_refused_at_the_start(
@@ -342,6 +349,27 @@ def test_other_files_and_models_are_refused_at_the_start(
             encoder_files(WorkerConfig(model=str(model), mmproj=str(file)))
         assert "--mmproj" in refused.value.message
         assert refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "encoder", "numbers"),
+    [
+        (HYBRID, QWEN, "for 2 layers of its model (DeepStack), and this model reads them in 0"),
+        (QWEN, HYBRID, "for 0 layers of its model (DeepStack), and this model reads them in 2"),
+    ],
+)
+def test_an_encoder_of_the_same_width_for_other_layers_is_refused(
+    model_of: Made, text: str, encoder: str, numbers: str
+) -> None:
+    model, file = gguf_of(model_of(text)), mmproj_of(model_of(encoder))
+    with pytest.raises(UnusableModel, match=re.escape(numbers)) as refused:
+        encoder_files(WorkerConfig(model=str(model), mmproj=str(file)))
+    assert refused.value.remedy == OTHER_FILE
+
+
+def test_a_directory_is_served_as_text_only_if_the_option_says_so(idefics: TinyVision) -> None:
+    assert encoder_files(WorkerConfig(model=str(idefics.directory))) is not None
+    assert encoder_files(WorkerConfig(model=str(idefics.directory), mmproj="none")) is None
 
 
 def test_an_encoder_in_place_of_the_model_is_refused_with_the_option(idefics: TinyVision) -> None:

@@ -14,7 +14,7 @@ from worker.checkpoint.gguf_tokens import CONTROL, USER_DEFINED
 from worker.errors import UnusableModel
 from worker.spec.fields import Fields
 from worker.vision.encoder_files import TEXTS, EncoderFiles
-from worker.vision.mmproj_header import MmprojHeader, Projector, Stored
+from worker.vision.mmproj_header import OTHER_FILE, MmprojHeader, Projector, Stored
 from worker.vision.projectors import PROJECTORS
 
 if TYPE_CHECKING:
@@ -41,13 +41,17 @@ class MmprojEncoder(EncoderFiles):
         if architecture not in projector.architectures:
             raise UnusableModel(
                 f"{path} is of a model of the architecture {' or '.join(projector.architectures)}, "
-                f"and {model.path} is a {architecture!r:.80}"
+                f"and {model.path} is a {architecture!r:.80}",
+                remedy=OTHER_FILE,
             )
         width = model.tensors["token_embd.weight"].shape[1]
         header = MmprojHeader(file, width, _placeholder(projector, model))
         name, axis = projector.last
         if (found := header.shape(name, 2)[axis]) != width:
-            raise header.wrong(f"its rows have a width of {found:,}, and the model's {width:,}")
+            raise header.of_another_model(
+                f"its rows have a width of {found:,}, and the model's {width:,}"
+            )
+        projector.check(header, Fields(model.metadata, str(model.path)))
         self._tensors = projector.tensors(header)
         for stored in self._tensors.values():
             for name in stored.names:
@@ -98,7 +102,9 @@ def _projector(file: GGUFFile) -> Projector:
     """Return how the encoder in a file is read."""
     fields = Fields(file.metadata, str(file.path))
     if fields.get("general.architecture") != ENCODER:
-        raise UnusableModel(f"{file.path} is a GGUF file, but not an mmproj file")
+        raise UnusableModel(
+            f"{file.path} is a GGUF file, but not an mmproj file", remedy=OTHER_FILE
+        )
     kind = next(filter(None, (fields.text(key, "") for key in PROJECTOR_KEYS)), "")
     if kind not in PROJECTORS:
         raise UnusableModel(

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from worker.errors import UnusableModel
+from worker.spec.fields import Fields
 from worker.vision.mmproj_header import (
     EPSILON,
     MAX_PIXELS_ACROSS,
@@ -144,6 +146,13 @@ class LineProjector(Projector):
     architectures = frozenset({"llama", "mistral3"})
     placeholders = ("[IMG]",)
     last = ("mm.2.weight", 0)
+
+    def check(self, header: MmprojHeader, model: Fields) -> None:
+        if "clip.vision.spatial_merge_size" not in header.fields:
+            raise UnusableModel(
+                f"{header.source}: Pixtral without merging of patches is not supported",
+                remedy="serve text only with --mmproj none",
+            )
 
     def texts(self, header: MmprojHeader) -> tuple[Config, Config, Config]:
         image, merge = header.size("image_size"), header.size("spatial_merge_size")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 
+from worker.checkpoint.gguf_file import ARCHITECTURE
+from worker.spec.fields import Fields
 from worker.vision.mmproj_header import (
     SWAPPED,
     Config,
@@ -14,6 +16,8 @@ from worker.vision.mmproj_header import (
     with_endings,
 )
 
+WITHOUT_DEEPSTACK = ("qwen35", "qwen35moe")
+"""Architectures of models whose layers add no rows of an image."""
 MAX_PIXELS = 1 << 30
 """Most pixels of an image that are accepted from a file."""
 
@@ -101,6 +105,18 @@ class MergedProjector(GridProjector):
         "mlp.linear_fc2": "ffn_down",
     }
     merger = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+
+    def check(self, header: MmprojHeader, model: Fields) -> None:
+        # Models of one width may differ only in this: rows would be left out, or be of no use.
+        found, architecture = len(header.added_layers), model.text(ARCHITECTURE)
+        expected = model.integer(f"{architecture}.n_deepstack_layers", found)
+        if architecture in WITHOUT_DEEPSTACK:
+            expected = 0
+        if found != expected:
+            raise header.of_another_model(
+                f"it makes rows for {found} layers of its model (DeepStack), and "
+                f"this model reads them in {expected}"
+            )
 
     def vision(self, header: MmprojHeader) -> Config:
         return {

@@ -17,6 +17,7 @@ from worker.errors import UnusableModel
 from worker.spec.fields import parsed_json, read_json
 from worker.vision.encoder_files import CONFIG, TEXTS, DirectoryEncoder, EncoderFiles
 from worker.vision.mmproj import MmprojEncoder
+from worker.vision.mmproj_header import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +48,18 @@ WITH_GRID = frozenset(kind for kind in IMAGE_TOKENS if kind.startswith(("qwen", 
 positions are those in the prompt."""
 OTHER_KEYS = ("image_token_index", "image_token_id")
 NEEDED = ("transformers", "PIL")
-OTHER_FILE = "give the mmproj file that was made of this model, or none to serve text only"
 
 
 def encoder_files(config: WorkerConfig) -> EncoderFiles | None:
-    """Return the files of a model's image encoder; None if it has none, or if its family's images
-    are not computed.
+    """Return the files of a model's image encoder; None if it has none, if its family's images are
+    not computed, or with --mmproj none.
 
     Raises UnusableModel if the file of --mmproj cannot be used. A file that was only found beside
     the model is left out then, with a warning.
     """
-    path = Path(config.model)
-    given = config.mmproj if config.mmproj != NO_PATH else ""
+    path, given = Path(config.model), config.mmproj
+    if given == NO_PATH:
+        return None
     if path.suffix != ".gguf":
         if given:
             raise UnusableModel(
@@ -66,9 +67,7 @@ def encoder_files(config: WorkerConfig) -> EncoderFiles | None:
                 remedy="serve without --mmproj",
             )
         return _directory_encoder(path)
-    found = Path(given) if given else None
-    if config.mmproj == "":
-        found = mmproj_beside(path)
+    found = Path(given) if given else mmproj_beside(path)
     if found is None:
         return None
     try:
@@ -76,7 +75,7 @@ def encoder_files(config: WorkerConfig) -> EncoderFiles | None:
     except UnusableModel as error:
         if given:
             raise UnusableModel(
-                f"--mmproj: {error.message}", remedy=error.remedy or OTHER_FILE
+                f"--mmproj: {error.message}", remedy=error.remedy or UNREADABLE
             ) from error
         log.warning("requests with images are refused: %s", error.message)
         return None
