@@ -102,7 +102,7 @@ SELDOM_IMPORTED := $(SELDOM_IMPORTED)|/sqlalchemy/dialects/|/agents/extensions/
 BUILD_KERNELS := $(BIN)/python setup.py build_ext --inplace --build-temp $(VENV)/build --build-lib $(VENV)/build
 INSTALL_TORCH := $(BIN)/python -m tools.torch_build --device $(DEVICE) \
 	$(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
-install = echo '== Installing Tidegate and its libraries ($(1)) into $(VENV); once, a minute or so' && \
+install = echo '== Installing Tidegate and its libraries ($(1)) into $(VENV), and compiling its kernels; once, a few minutes' && \
 	{ command -v c++ > /dev/null || command -v g++ > /dev/null || echo '$(NO_COMPILER)'; } && \
 	{ $(BIN)/python -m pip install -qq --retries 1 --upgrade pip 'setuptools>=77' || \
 	{ echo '$(NO_INDEX)' >&2; false; }; } && \

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -190,8 +190,12 @@ def _check_command(words: Sequence[str]) -> None:
     if word in (*COMMANDS, *OWN_OPTIONS):
         return
     if word.startswith("-"):
-        hint = other_servers.advice(word, OWN_OPTIONS, {})
-        hint = hint or f"the command comes first, such as tidegate serve {word}"
+        if instead := other_servers.OPTIONS.get(word.partition("=")[0]):
+            is_option = instead.startswith("-") and " " not in instead
+            hint = f"use tidegate serve MODEL {instead}" if is_option else instead
+        else:
+            hint = other_servers.advice(word, OWN_OPTIONS, {})
+            hint = hint or f"the command comes first, such as tidegate serve {word}"
         raise Failure(f"unknown option {word}: {hint}  (see tidegate --help)", exit_code=2)
     if instead := other_servers.COMMANDS.get(word):
         hint = f": {instead}"
@@ -203,6 +207,13 @@ def _check_command(words: Sequence[str]) -> None:
         close = get_close_matches(word, COMMANDS, n=1)
         hint = f": did you mean {close[0]}?" if close else ""
     raise Failure(f"unknown command {word!r}{hint}  (see tidegate --help)", exit_code=2)
+
+
+def _others_options(command: str) -> Mapping[str, str]:
+    """Return the options of other servers that users may give to a command, and replacements."""
+    if command == "run-batch":
+        return other_servers.BATCH_OPTIONS
+    return other_servers.OPTIONS if command in STARTERS else {}
 
 
 def with_command(arguments: Sequence[str]) -> list[str]:
@@ -240,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(words)
         options.others = others
         if unknown and not take_late_argument(options, unknown):
-            options.parser.refuse(unknown, other_servers.OPTIONS if words[0] in STARTERS else {})
+            options.parser.refuse(unknown, _others_options(words[0]))
         settle_argument(options)
         options.settings = settings = apply_config_file(options)
         log_format = getattr(options, "log_format", None)  # only `serve` and `engine` have it

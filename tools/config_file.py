@@ -31,7 +31,7 @@ from protocol.config.base import NO_PATH
 from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.flags import Flag, flags_of
-from tools.other_servers import OPTIONS, advice
+from tools.other_servers import advice_on_field
 from tools.paths import user_path
 
 MODEL = "model"
@@ -175,13 +175,12 @@ def _line_of(text: str, key: str) -> int:
 def _unknown(key: str, flags: Sequence[Flag]) -> str:
     """Return a message about an unknown name, with the known one that is most like it."""
     names = {flag.name: flag.field for flag in flags}
-    switches = {f"--{flag.field.replace('_', '-')}" for flag in flags if flag.is_switch}
+    switches = {f"--{flag.field.replace('_', '-')}": flag.field for flag in flags if flag.is_switch}
     dashed = f"--{key.replace('_', '-')}"
-    hint = advice(dashed, [*names, *switches, f"--{MODEL}"], OPTIONS)
     if dashed in names and dashed.startswith("--no-"):
         hint = f"write {names[dashed]} = false"
-    for option in sorted({*re.findall(r"--[a-z][a-z-]*", hint)}, key=len, reverse=True):
-        hint = hint.replace(option, names.get(option, option[2:].replace("-", "_")))
+    else:
+        hint = advice_on_field(key, names | switches | {f"--{MODEL}": MODEL})
     return f"unknown name {key!r}" + (f": {hint}" if hint else "")
 
 

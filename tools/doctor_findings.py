@@ -174,6 +174,22 @@ def memory(facts: MachineFacts) -> Finding:
     return Finding("memory", f"{facts.free_bytes / GIB:.1f} GiB free")
 
 
+def undownloaded(name: str, needed_bytes: int, facts: MachineFacts) -> Finding:
+    """Judge whether a model of the catalogue fits this machine before its download.
+
+    needed_bytes   the memory that it needs, by the estimate of the catalogue; so a model that does
+                   not fit is a doubt
+    """
+    text = (
+        f"{name} is not downloaded yet; `tidegate serve` downloads it. It needs about "
+        f"{needed_bytes / GIB:.1f} GiB of memory"
+    )
+    if needed_bytes <= facts.free_bytes:
+        return Finding("model", text)
+    text += f", and {facts.free_bytes / GIB:.1f} GiB are free"
+    return Finding("model", text, Verdict.DOUBT, "choose a smaller one: tidegate models")
+
+
 def model(found: Preflight) -> list[Finding]:
     """Judge whether a server with default options can load a model.
 

@@ -251,7 +251,14 @@ class OneLineParser(argparse.ArgumentParser):
         self.error("; ".join(messages))
 
     def error(self, message: str) -> NoReturn:
+        taken = re.fullmatch(r"argument -h/--help: ignored explicit argument '(\w+)'", message)
+        if taken and (option := f"-h{taken[1]}") in OPTIONS:
+            self.refuse([option], OPTIONS)
         message = re.sub(r"^argument (-[^:]+):", r"\1", message)
+        for action in self._actions:
+            name = action.metavar or action.dest
+            if action.choices and message.endswith(f" are required: {name}"):
+                message += f" ({', '.join(action.choices)})"
         print(f"{self.prog}: {message}  (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 

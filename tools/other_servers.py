@@ -7,6 +7,7 @@ accepted as aliases.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
@@ -35,6 +36,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "--max-slots": "--max-num-seqs --max-running-requests -np --parallel",
     "--max-waiting": "--max-queued-requests --max-num-queued-reqs",
     "--max-waiting-tokens": "--max-num-queued-tokens",
+    "--mmproj": "-mm",
     "--no-log-requests": "--disable-log-requests",
     "--no-prefix-cache": "--no-enable-prefix-caching --disable-radix-cache --no-cache-prompt",
     "--no-web": "--no-webui",
@@ -78,7 +80,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "--threads is one number for all work": "-tb --threads-batch",
     "there is no counterpart": "--control-vector --rpc --numa",
     "a model is on the GPU or on the CPU as a whole; there is no counterpart": "--n-cpu-moe"
-    " --override-tensor",
+    " --cpu-moe --override-tensor",
     "a text that exceeds the context is refused; there is no counterpart": ""
     "--cache-reuse --context-shift",
     "code that comes with a model is never run": "--trust-remote-code",
@@ -100,6 +102,7 @@ REPLACEMENTS: Mapping[str, str] = {
     "set `thinking_token_budget` in each request": "--reasoning-budget",
     "the file of the model decides; there is no counterpart": "--rope-scaling --rope-freq-base"
     " --override-kv --mm-processor-kwargs",
+    "the image encoder is computed on the CPU": "--mmproj-offload --no-mmproj-offload",
     "the limits of images are fixed": "--limit-mm-per-prompt",
     "the model is the first argument: tidegate serve MODEL": "--model --model-path -m",
     "the model is the first argument, with the same name: tidegate serve OWNER/REPO:Q4_K_M": ""
@@ -117,6 +120,12 @@ OPTIONS: Mapping[str, str] = {
     for option in options.split()
 }
 """Option of another server -> its replacement."""
+
+BATCH_OPTIONS: Mapping[str, str] = dict.fromkeys(
+    ("-i", "--input-file", "-o", "--output-file"),
+    "the files are arguments: tidegate run-batch INPUT OUTPUT",
+)
+"""The same for `run-batch`, which vLLM has too."""
 
 COMMANDS: Mapping[str, str] = {
     "collect-env": "use tidegate doctor",
@@ -152,3 +161,15 @@ def advice(word: str, known: Collection[str], others: Mapping[str, str]) -> str:
         return f"use {instead}" if instead in known else instead
     close = get_close_matches(dashed, sorted(known), n=1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close else ""
+
+
+def advice_on_field(key: str, names: Mapping[str, str]) -> str:
+    """Return the advice about the unknown option `key` of a file or a script, where an option is
+    named by its field; "" if there is none.
+
+    names   our option -> its field
+    """
+    hint = advice(f"--{key.replace('_', '-')}", names, OPTIONS)
+    for option in sorted({*re.findall(r"--[a-z][a-z-]*", hint)}, key=len, reverse=True):
+        hint = hint.replace(option, names.get(option, option[2:].replace("-", "_")))
+    return hint

@@ -220,7 +220,10 @@ def _check_type(request: Request, *, any_type: bool) -> None:
         name = encoding if FIELD_NAME.fullmatch(encoding) else "this encoding"
         raise UnsupportedMediaType(f"Content-Encoding: {name} is not supported; send plain JSON")
     if request.mimetype and not request.is_json and not any_type:
-        raise UnsupportedMediaType(f"the body must be application/json, not {request.mimetype}")
+        raise UnsupportedMediaType(
+            f"the body must be application/json, not {request.mimetype}: send it with the header "
+            "Content-Type: application/json"
+        )
 
 
 def _decode_large(data: bytes | memoryview) -> Any:

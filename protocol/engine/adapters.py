@@ -49,7 +49,9 @@ def check_adapter_path(path: str, param: str = "lora_path") -> None:
 
 def split_adapter(text: str) -> tuple[str, str]:
     """Return (name, path) of an adapter that is given as "name=path". Raises ValueError."""
-    name, _, path = text.partition("=")
+    name, equals, path = text.partition("=")
+    if not equals:
+        raise ValueError(f"lora {text!r:.200} must be NAME=PATH")
     try:
         check_adapter_name(name, "lora")
         check_adapter_path(path, "lora")

@@ -1,10 +1,12 @@
-"""How the files of a split GGUF model are named: "model-00001-of-00003.gguf" is its first part."""
+"""How GGUF files begin, and how those of a split model are named: "model-00001-of-00003.gguf" is
+the first part."""
 
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
+MAGIC = b"GGUF"
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
@@ -13,6 +15,12 @@ def _found(path: str) -> re.Match[str] | None:
     not that of a part."""
     found = _PART.fullmatch(path)
     return found if found is not None and 1 <= int(found[2]) <= int(found[3]) else None
+
+
+def has_magic(path: Path) -> bool:
+    """Return whether a file begins as a GGUF file does, whatever its name is. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def part_of(path: str) -> tuple[int, int] | None:

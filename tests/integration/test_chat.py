@@ -350,7 +350,7 @@ def test_the_response_of_the_api_is_printed(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["m"], 2, "the prompt is empty: give PROMPT, or pipe it to stdin"),
+        (["m"], 2, "the prompt is empty: tidegate run MODEL PROMPT, or pipe it to stdin"),
         (["m", "x", "--raw", "--system", "y"], 2, "--system needs the chat template"),
         (["no-such-model", "x"], 1, "no-such-model"),
         (["m", "x", "--temperature", "3"], 2, "must be a number from 0 to 2; got '3'"),

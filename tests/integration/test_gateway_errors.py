@@ -191,6 +191,7 @@ def test_errors_of_http_itself_have_the_same_shape(gateway: GatewayProcess) -> N
         assert response.headers["x-request-id"]
     assert "POST" in answers[405].headers["Allow"]
     assert error_of(answers[405])["message"] == f"GET is not allowed on {CHAT}; allowed: POST"
+    assert "with the header Content-Type: application/json" in error_of(answers[415])["message"]
 
 
 @pytest.mark.parametrize(

@@ -153,10 +153,11 @@ def test_threads_share_an_llm(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_slotz": 3}, "max_slotz: unknown option"),
+        ({"max_slotz": 3}, r"max_slotz: unknown option; did you mean max_slots\?"),
+        ({"max_model_len": 8}, "max_model_len: unknown option; use max_len$"),
         ({"max_len": "long"}, "max_len: must be a whole number"),
         ({"tool_format": "nonsense"}, "nonsense"),
-        ({"port": 8000}, "port: unknown option"),
+        ({"port": 8000}, "port: unknown option$"),
         ({"max_len": object()}, "an option is not JSON"),
     ],
 )

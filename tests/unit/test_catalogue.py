@@ -231,6 +231,8 @@ def test_a_local_path_is_a_model_if_it_looks_like_one(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     assert resolve(str(gguf), tmp_path) == gguf
     assert resolve(str(folder), tmp_path) == folder
+    blob = gguf.rename(tmp_path / "sha256-01ab")  # as Ollama names its files
+    assert resolve(str(blob), tmp_path) == blob
 
 
 def test_a_path_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_a_path_without_a_model_is_refused_in_words(tmp_path: Path) -> None:
     for name, words in (
         ("smollm2-135", DEFAULT),
         (str(tmp_path), "no config.json"),
-        (str(tmp_path / "notes.txt"), "neither a .gguf file"),
+        (str(tmp_path / "notes.txt"), "neither a GGUF file"),
     ):
         with pytest.raises(Failure, match=words):
             resolve(name, tmp_path)

@@ -115,6 +115,12 @@ def test_a_port_that_is_none_is_refused_and_an_unknown_option_before_it(
         ("list", "tidegate: unknown command 'list': use tidegate models  (see tidegate --help)"),
         ("--verison", "tidegate: unknown option --verison: did you mean --version?  (see tidegate"),
         ("--port", "--port: the command comes first, such as tidegate serve --port  (see"),
+        (
+            "-hf",
+            "unknown option -hf: the model is the first argument, with the same",
+        ),
+        ("-m", "unknown option -m: the model is the first argument: tidegate serve MODEL  (see"),
+        ("--ctx-size=9", "--ctx-size=9: use tidegate serve MODEL --max-len  (see"),
     ],
 )
 def test_a_command_that_does_not_exist_is_refused_with_the_nearest(
@@ -139,9 +145,16 @@ def test_the_replacement_of_another_servers_command_exists(word: str) -> None:
         (["serve", "--max-model-len", "9"], "unknown option --max-model-len: use --max-len  (see"),
         (["engine", "-tp", "2"], "unknown option -tp: use --tensor-parallel  (see"),
         (["serve", "-hf", "a/b:Q8_0"], "unknown option -hf: the model is the first argument"),
+        (
+            ["run", "-hf", "a/b"],
+            "tidegate run: unknown option -hf: the model is the first",
+        ),
         (["serve", "-pp", "2"], "unknown option -pp: to use several devices, divide the model"),
+        (["run-batch", "-i", "a", "-o", "b"], "-i: the files are arguments: tidegate run-batch IN"),
         (["status", "--model", "m"], "tidegate status: unknown option --model  (see"),
         (["ps", "x"], "tidegate ps: unexpected argument 'x'"),
+        (["keys"], "the following arguments are required: ACTION (add, list, revoke)"),
+        (["completion"], "the following arguments are required: SHELL (bash, zsh, fish)"),
     ],
 )
 def test_an_unknown_option_is_refused_and_its_replacement_is_named(
@@ -157,6 +170,12 @@ def test_the_replacement_of_another_servers_option_exists(
     assert option not in OURS, "it is an option here as well"
     assert set(re.findall(r"(?<!\S)--[a-z-]+", OPTIONS[option])) <= OURS
     assert f"unknown option {option}: " in refusal(capsys, "serve", "m.gguf", option)
+
+
+def test_an_adapter_without_a_path_is_refused_with_the_form(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert refusal(capsys, "serve", "--lora", "x") == "tidegate: --lora 'x' must be NAME=PATH"
 
 
 def test_servers_that_share_a_name_for_an_option_share_its_meaning() -> None:

@@ -382,6 +382,16 @@ STATES = {
 }
 
 
+def test_a_model_of_the_catalogue_is_compared_with_the_memory_before_its_download() -> None:
+    fits = findings.undownloaded("big", 8 * GIB, machine(free_bytes=8 * GIB))
+    assert fits.verdict is Verdict.OK
+    assert fits.fact.endswith("It needs about 8.0 GiB of memory")
+    large = findings.undownloaded("big", 8 * GIB, machine(free_bytes=2 * GIB))
+    assert large.verdict is Verdict.DOUBT
+    assert large.fact.endswith("It needs about 8.0 GiB of memory, and 2.0 GiB are free")
+    assert large.remedy == "choose a smaller one: tidegate models"
+
+
 def test_memory_for_recurrent_states_is_named() -> None:
     _, memory, states = planned(**STATES)
     assert "0.25 GiB for working memory (0.12 GiB of it for recurrent states)" in memory.fact

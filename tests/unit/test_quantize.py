@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 
 from protocol.engine.model_card import SamplingDefaults
 from protocol.process.exit_codes import ExitCode
+from protocol.shared.gguf_parts import MAGIC
 from tests.support.checkpoints import SPECIAL, random_llama, tiny_tokenizer, write_directory
 from tests.support.gguf_tokenizers import TEXTS, assert_same
 from tests.support.pseudo_terminal import PseudoTerminal
 from tests.support.waiting import eventually
 from tools.commands import quantize as command
 from tools.failure import Failure
-from worker.checkpoint.gguf_file import MAGIC
 from worker.checkpoint.gguf_tokenizer import QWEN2, gguf_text
 from worker.checkpoint.gguf_tokens import SPACE
 from worker.checkpoint.text import TextFacts

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="also check this model: a directory, a .gguf file, or the name of a downloaded model",
+        help="also check this model: a directory, a .gguf file, or a name, as for `tidegate serve`",
     )
     for field in ("mmproj", "host", "port"):
         flag = options[field]
@@ -133,6 +133,8 @@ def _worker(model: str | None, mmproj: str, *, has_gateway: bool) -> Iterator[Fi
     yield from findings.gpus(facts)
     if facts.device_id:
         yield findings.device(facts, devices.read_holders(devices.directory() / facts.device_id))
+    if path is None and (entry := HUB_MODELS.get(model or "")):
+        finding = findings.undownloaded(entry.name, entry.needed_bytes, facts)
     if finding is not None:
         yield finding
     if path is None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.process.exit_codes import ExitCode
+from protocol.shared.gguf_parts import has_magic
 from protocol.tools.start_facts import MemoryFacts, Preflight
 from tools.doctor_findings import describe_states
 from tools.failure import Failure
@@ -74,13 +75,22 @@ def resolve(
             raise _bad_model(f"{path} is not a Hugging Face model directory: it has no {needed}")
         return path
     if path.is_file() and model not in HUB_MODELS:
-        if path.suffix != ".gguf":
-            raise _bad_model(f"{path} is neither a .gguf file nor a Hugging Face directory")
+        if path.suffix != ".gguf" and not _is_gguf(path):
+            raise _bad_model(f"{path} is neither a GGUF file nor a Hugging Face directory")
         return path
     name = None if is_path(model) else parse_name(model)
     if name is None:
         raise _bad_model(f"no model {model!r}: {suggestion(model)}")
     return pulled_path(name, cache, print_line)
+
+
+def _is_gguf(path: Path) -> bool:
+    """Return whether a file whose name does not end with .gguf, such as one of Ollama's, is a GGUF
+    file. Raises Failure if it cannot be read."""
+    try:
+        return has_magic(path)
+    except OSError as error:
+        raise _bad_model(f"{path} cannot be read: {error.strerror}") from None
 
 
 def is_path(model: str) -> bool:

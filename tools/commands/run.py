@@ -119,7 +119,9 @@ def _prompt(argument: str | None) -> str:
         raise Failure("stdin is not UTF-8 text", exit_code=2) from None
     parts = [part for part in (argument, piped) if part and part.strip()]
     if not parts:
-        raise Failure("the prompt is empty: give PROMPT, or pipe it to stdin", exit_code=2)
+        raise Failure(
+            "the prompt is empty: tidegate run MODEL PROMPT, or pipe it to stdin", exit_code=2
+        )
     return "\n\n".join(parts)
 
 

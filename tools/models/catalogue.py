@@ -78,8 +78,10 @@ class HubEntry:
     task: Task = "chat"
     #: Weights that one token is computed with, in a mixture of experts; 0: all.
     active_parameters: int = 0
-    #: Size of the GGUF file; 0: the model is downloaded as safetensors in bfloat16.
+    #: Size of the GGUF file; 0: the model is downloaded as safetensors.
     file_bytes: int = 0
+    #: Bytes of a weight in safetensors: 2 in bfloat16, 4 in float32.
+    float_bytes: int = 2
     #: SHA-256 of the GGUF file, in hex. Another file is refused.
     file_sha256: str = ""
     #: Whether it is among the best of its size for most uses.
@@ -89,8 +91,9 @@ class HubEntry:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights: packed as in the GGUF file, or in bfloat16."""
-        return self.file_bytes or 2 * self.parameters
+        """Size of the weights in the files. In memory they have the same size, or half of it if
+        float32 becomes bfloat16."""
+        return self.file_bytes or self.float_bytes * self.parameters
 
     @property
     def rest_bytes(self) -> int:
@@ -119,9 +122,12 @@ class HubEntry:
 
     @property
     def form(self) -> str:
-        """The type of the quantised weights, such as "Q4_K_M", or "bfloat16"."""
+        """The type of the weights in the files: a quantised one, such as "Q4_K_M", or "bfloat16" or
+        "float32"."""
         _, _, file = self.source.partition(":")
-        return re.split(r"[-.]", file)[-2].upper() if file else "bfloat16"
+        if file:
+            return re.split(r"[-.]", file)[-2].upper()
+        return {2: "bfloat16", 4: "float32"}[self.float_bytes]
 
 
 HUB_MODELS: dict[str, HubEntry] = {
@@ -327,6 +333,7 @@ HUB_MODELS: dict[str, HubEntry] = {
             parameters=33_400_000,
             context_tokens=512,
             task="embed",
+            float_bytes=4,
         ),
         HubEntry(
             name="qwen3-reranker-0.6b",
@@ -344,6 +351,7 @@ HUB_MODELS: dict[str, HubEntry] = {
             parameters=568_000_000,
             context_tokens=8192,
             task="rerank",
+            float_bytes=4,
         ),
     )
 }

@@ -40,6 +40,7 @@ from tools.http.web import ServerReadiness
 from tools.models.fetch import home
 from tools.models.preflight import ModelCheck, check_device, check_models, without_trial
 from tools.models.trials import PassedTrials
+from tools.other_servers import advice_on_field
 from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command
 from tools.processes.serve_commands import engine_command
@@ -76,8 +77,17 @@ def plan(config: OfflineConfig, directory: Path) -> tuple[GatewayConfig, EngineC
     fixed = {"engine": address, "response_store": NO_PATH, "file_store": NO_PATH}
     gateway = _build(GatewayConfig, left, only=MODEL_OPTIONS, log_requests=False, **fixed)
     if left:
-        raise Failure(f"{min(left)}: unknown option", exit_code=ExitCode.USAGE)
+        hint = advice_on_field(min(left), _names())
+        words = f"{min(left)}: unknown option" + (f"; {hint}" if hint else "")
+        raise Failure(words, exit_code=ExitCode.USAGE)
     return gateway, engine
+
+
+def _names() -> dict[str, str]:
+    """Return the command's option for each name that a script may use, and the name."""
+    gateway = [flag for flag in flags_of(GatewayConfig) if flag.field in MODEL_OPTIONS]
+    flags = (*flags_of(WorkerConfig), *flags_of(EngineConfig), *gateway)
+    return {flag.name: flag.field for flag in flags}
 
 
 def _build(

@@ -18,7 +18,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protocol.shared.gguf_parts import all_parts, part_of
+from protocol.shared.gguf_parts import MAGIC, all_parts, part_of
 from worker.errors import FETCH_AGAIN, UnusableModel
 
 if TYPE_CHECKING:
@@ -99,7 +99,6 @@ _BLOCKS = {
 }
 
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMS = 4
 LENGTH = struct.Struct("<Q")

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 from protocol.process.exit_codes import ExitCode
+from protocol.shared.gguf_parts import has_magic
 from worker.checkpoint.gguf_families import gguf_family
-from worker.checkpoint.gguf_file import MAGIC, architecture_at_start
+from worker.checkpoint.gguf_file import architecture_at_start
 from worker.encoders.families.registry import find_encoder
 from worker.encoders.gguf import ENCODERS
 from worker.errors import UnusableModel
@@ -31,7 +32,7 @@ def check_config(file: Path) -> None:
            as a config.json
     """
     if file.suffix == ".gguf":
-        if not _is_gguf(file):
+        if not has_magic(file):
             raise UnusableModel("the file that the server sends is not a GGUF file")
         architecture = architecture_at_start(file)
         if architecture and architecture not in ENCODERS:
@@ -44,11 +45,6 @@ def check_config(file: Path) -> None:
     config = text_part(config) or config
     if fallback(config) is None:
         find_family(config).spec(config)
-
-
-def _is_gguf(file: Path) -> bool:
-    with file.open("rb") as source:
-        return source.read(len(MAGIC)) == MAGIC
 
 
 def main() -> int:
