@@ -15,8 +15,11 @@ from gguf import GGMLQuantizationType, quants
 
 from gateway.images.families import FAMILIES as PROMPTERS
 from gateway.images.families import ImageFacts
+from gateway.images.model_images import ModelImages
 from gateway.images.processor import preprocessed
 from gateway.images.settings import CheckpointFiles
+from gateway.images.source import ImageSource, InvalidImage
+from gateway.text.tokenizer import Tokenizer
 from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import attachment_digest
 from protocol.shared.mmproj import ENCODED_ARCHITECTURES
@@ -33,6 +36,7 @@ from tests.support.vision_models import (
     written,
 )
 from tests.support.wrapper_models import random_wrapper
+from tools import doctor_findings as findings
 from worker.device import device
 from worker.device.timing import StartupTiming
 from worker.errors import UnusableModel
@@ -41,7 +45,7 @@ from worker.startup.preflight import preflight
 from worker.vision.encoder_files import DirectoryEncoder, EncoderFiles
 from worker.vision.mmproj_header import OTHER_FILE
 from worker.vision.projectors import PROJECTORS
-from worker.vision.support import encoder_files
+from worker.vision.support import NO_ENCODER, FoundImages, find_images
 from worker.vision.tensor_names import is_of_images
 from worker.vision.tower import ImageTower
 
@@ -116,7 +120,7 @@ def mmproj_of(tiny: TinyVision) -> Path:
 
 
 def found(model: Path, mmproj: Path | str = "") -> EncoderFiles:
-    files = encoder_files(WorkerConfig(model=str(model), mmproj=str(mmproj)))
+    files = find_images(WorkerConfig(model=str(model), mmproj=str(mmproj))).files
     assert files is not None
     return files
 
@@ -346,7 +350,7 @@ def test_other_files_and_models_are_refused_at_the_start(
         (text, text, "not an mmproj file"),
     ):
         with pytest.raises(UnusableModel, match=reason) as refused:
-            encoder_files(WorkerConfig(model=str(model), mmproj=str(file)))
+            find_images(WorkerConfig(model=str(model), mmproj=str(file)))
         assert "--mmproj" in refused.value.message
         assert refused.value.remedy
 
@@ -363,13 +367,13 @@ def test_an_encoder_of_the_same_width_for_other_layers_is_refused(
 ) -> None:
     model, file = gguf_of(model_of(text)), mmproj_of(model_of(encoder))
     with pytest.raises(UnusableModel, match=re.escape(numbers)) as refused:
-        encoder_files(WorkerConfig(model=str(model), mmproj=str(file)))
+        find_images(WorkerConfig(model=str(model), mmproj=str(file)))
     assert refused.value.remedy == OTHER_FILE
 
 
 def test_a_directory_is_served_as_text_only_if_the_option_says_so(idefics: TinyVision) -> None:
-    assert encoder_files(WorkerConfig(model=str(idefics.directory))) is not None
-    assert encoder_files(WorkerConfig(model=str(idefics.directory), mmproj="none")) is None
+    assert find_images(WorkerConfig(model=str(idefics.directory))).files is not None
+    assert find_images(WorkerConfig(model=str(idefics.directory), mmproj="none")).files is None
 
 
 def test_an_encoder_in_place_of_the_model_is_refused_with_the_option(idefics: TinyVision) -> None:
@@ -383,13 +387,13 @@ def test_the_encoder_of_a_wider_model_is_refused(idefics: TinyVision, tmp_path: 
     file = write_mmproj(tmp_path / "mmproj.gguf", wide)
     reason = f"{file}: its rows have a width of 192, and the model's 96"
     with pytest.raises(UnusableModel, match=reason):
-        encoder_files(WorkerConfig(model=str(gguf_of(idefics)), mmproj=str(file)))
+        find_images(WorkerConfig(model=str(gguf_of(idefics)), mmproj=str(file)))
 
 
 def test_a_model_without_a_placeholder_reads_no_images(idefics: TinyVision, tmp_path: Path) -> None:
     model = write_text(tmp_path / "text.gguf", idefics.model, placeholder="<other>")
     with pytest.raises(UnusableModel, match="has no token '<image>' to stand for images"):
-        encoder_files(WorkerConfig(model=str(model), mmproj=str(mmproj_of(idefics))))
+        find_images(WorkerConfig(model=str(model), mmproj=str(mmproj_of(idefics))))
 
 
 def test_only_a_fitting_file_beside_the_model_is_used(
@@ -397,20 +401,34 @@ def test_only_a_fitting_file_beside_the_model_is_used(
 ) -> None:
     model = Path(shutil.copy(gguf_of(idefics), tmp_path))
     config = WorkerConfig(model=str(model))
-    assert encoder_files(config) is None
-    assert not caplog.messages
+    assert find_images(config) == FoundImages(None)
     first = write_mmproj(tmp_path / "mmproj-F16.gguf", idefics.model)
-    assert encoder_files(config) is not None
+    assert find_images(config).files is not None
     shutil.copy(first, tmp_path / "mmproj-F32.gguf")
-    best = encoder_files(config)
+    best = find_images(config).files
     assert best is not None
     assert best.paths == [first]
     shutil.copy(first, tmp_path / "model-MMPROJ-F32.gguf")
-    assert encoder_files(config) is None
+    assert find_images(config).files is None
     assert "mmproj files of several models are beside it" in caplog.messages[-1]
     for name in ("mmproj-F16.gguf", "mmproj-F32.gguf"):
         (tmp_path / name).unlink()
     other = {"clip.projector_type": "gemma3"}
     write_mmproj(tmp_path / "model-MMPROJ-F32.gguf", idefics.model, changes=other)
-    assert encoder_files(config) is None
-    assert "requests with images are refused" in caplog.messages[-1]
+    unused = find_images(config)
+    assert unused.files is None
+    assert unused.reason == NO_ENCODER
+    assert "model-MMPROJ-F32.gguf is of a model of the architecture gemma3" in unused.cause
+    (line,) = (each for each in findings.model(preflight([config])) if each.subject == "images")
+    assert unused.cause in line.fact
+    assert "--mmproj" in line.remedy
+
+
+def test_images_of_a_model_without_its_encoder_are_refused_with_the_remedy(
+    model_of: Made, tmp_path: Path
+) -> None:
+    model = shutil.copy(gguf_of(model_of(QWEN)), tmp_path)
+    card = assemble(WorkerConfig(model=model, kv_blocks=9), StartupTiming()).ready.model
+    images = ModelImages(card, Tokenizer(card), None)
+    with pytest.raises(InvalidImage, match=r"no image encoder .* give the file with --mmproj"):
+        images.check([ImageSource(param="messages[0].content[0]", url="data:,")])
