@@ -199,7 +199,9 @@ def model(found: Preflight) -> list[Finding]:
         what = "memory" if found.is_memory else "model"
         return [Finding(what, found.error, Verdict.BAD, found.remedy)]
     return [
-        each for plan in found.plans for each in (_model(plan), _model_memory(plan), *_states(plan))
+        each
+        for plan in found.plans
+        for each in (_model(plan), _model_memory(plan), *_states(plan), *_images(plan))
     ]
 
 
@@ -223,6 +225,14 @@ def _model_memory(plan: ModelPlan) -> Finding:
         return Finding("memory", f"{text}; requests of up to {plan.max_len:,} tokens")
     text = f"{text}; requests of up to {plan.max_len:,} of {plan.context_tokens:,} tokens"
     return Finding("memory", text, Verdict.DOUBT, _for_longer_requests(plan))
+
+
+def _images(plan: ModelPlan) -> list[Finding]:
+    """Name the reason if a model that reads images has no usable encoder."""
+    if not plan.image_refusal:
+        return []
+    remedy = "pull the model by its name on the Hub, or give its mmproj file with --mmproj"
+    return [Finding("images", f"refused: {plan.image_refusal}", Verdict.DOUBT, remedy)]
 
 
 def _states(plan: ModelPlan) -> list[Finding]:

@@ -125,6 +125,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     tier_bytes: int = 0
     #: The encoder of images, and the encoded images that are kept; 0: the model reads none.
     image_bytes: int = 0
+    #: Why a model that reads images has no usable encoder; "": it has one, or reads text only.
+    image_refusal: str = ""
     #: Whether a layer has attention, and so keys and values.
     has_kv: bool = True
     #: Quantised types in the files whose weights are expanded to `dtype`.

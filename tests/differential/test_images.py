@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from tests.support.wrapper_models import random_wrapper, write_wrapper
 from tools.commands.models import memory_line
 from worker.device import device
 from worker.device.timing import StartupTiming
+from worker.errors import UnusableModel
 from worker.startup.assembly import assemble
 from worker.startup.preflight import preflight
 from worker.vision.encoder_files import DirectoryEncoder
@@ -243,8 +245,17 @@ def test_rows_are_kept_in_the_dtype_of_the_model(tmp_path: Path) -> None:
     assert num_rows[1] == 2 * num_rows[0]
 
 
-@pytest.mark.parametrize("fault", ["missing", "quantised", "of another shape"])
-def test_a_text_is_served_without_the_weights_of_the_encoder(fault: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("left out", "is missing"),
+        ("quantised", "is quantised"),
+        ("shortened", "has the shape (47,); expected (48,)"),
+    ],
+)
+def test_a_text_is_served_without_the_weights_of_the_encoder(
+    fault: str, why: str, tmp_path: Path
+) -> None:
     """Those who fine-tune the text part publish such checkpoints."""
     qwen = family("Qwen3_5ForConditionalGeneration", tmp_path)
     file = qwen.directory / "model.safetensors"
@@ -252,7 +263,7 @@ def test_a_text_is_served_without_the_weights_of_the_encoder(fault: str, tmp_pat
     name = next(name for name in tensors if name.endswith("visual.merger.norm.weight"))
     if fault == "quantised":
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    elif fault == "of another shape":
+    elif fault == "shortened":
         tensors[name] = tensors[name][1:].clone()
     else:
         del tensors[name]
@@ -262,8 +273,20 @@ def test_a_text_is_served_without_the_weights_of_the_encoder(fault: str, tmp_pat
     assert assembled.tower is None
     assert assembled.ready.model.images is not None
     reason = assembled.ready.model.images.reason
-    assert "visual.merger.norm.weight is missing, quantised, or of another shape" in reason
+    assert f"visual.merger.norm.weight {why}" in reason
     assert str(tmp_path) not in reason
+
+
+def test_no_memory_is_allocated_for_an_encoder_that_is_larger_than_its_files(
+    tmp_path: Path,
+) -> None:
+    """The machine has less memory than such an encoder needs."""
+    qwen = family("Qwen3_5ForConditionalGeneration", tmp_path)
+    files = DirectoryEncoder(qwen.directory)
+    files.config = json.loads(files.texts["config.json"])
+    files.config["vision_config"]["intermediate_size"] = 1 << 40
+    with pytest.raises(UnusableModel, match=r"mlp\.linear_fc1\.weight has the shape"):
+        ImageTower.load(files, 96, torch.float32)
 
 
 def test_images_are_refused_without_the_sections_of_their_axes(tmp_path: Path) -> None:

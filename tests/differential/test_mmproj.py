@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from gguf import GGMLQuantizationType, quants
 
 from gateway.images.families import FAMILIES as PROMPTERS
 from gateway.images.families import ImageFacts
+from gateway.images.model_images import ModelImages
 from gateway.images.processor import preprocessed
 from gateway.images.settings import CheckpointFiles
+from gateway.images.source import ImageSource, InvalidImage
+from gateway.text.tokenizer import Tokenizer
 from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import attachment_digest
 from protocol.shared.mmproj import ENCODED_ARCHITECTURES, ENCODED_KINDS
@@ -31,14 +36,16 @@ from tests.support.vision_models import (
     written,
 )
 from tests.support.wrapper_models import random_wrapper
+from tools import doctor_findings as findings
 from worker.device import device
 from worker.device.timing import StartupTiming
 from worker.errors import UnusableModel
 from worker.startup.assembly import assemble
 from worker.startup.preflight import preflight
 from worker.vision.encoder_files import DirectoryEncoder, EncoderFiles
+from worker.vision.mmproj_header import OTHER_FILE
 from worker.vision.projectors import PROJECTORS
-from worker.vision.support import encoder_files
+from worker.vision.support import NO_ENCODER, FoundImages, find_images
 from worker.vision.tensor_names import is_of_images
 from worker.vision.tower import ImageTower
 
@@ -85,14 +92,23 @@ def made(architecture: str, directory: Path) -> TinyVision:
     return tiny
 
 
-@pytest.fixture(scope="module", params=PARTS)
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
-    return made(request.param, tmp_path_factory.mktemp(request.param))
+Made = Callable[[str], TinyVision]
 
 
 @pytest.fixture(scope="module")
-def idefics(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
-    return made(IDEFICS, tmp_path_factory.mktemp(IDEFICS))
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Return a function that makes the model of an architecture, once."""
+    return cache(lambda architecture: made(architecture, tmp_path_factory.mktemp(architecture)))
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def tiny(request: pytest.FixtureRequest, model_of: Made) -> TinyVision:
+    return model_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def idefics(model_of: Made) -> TinyVision:
+    return model_of(IDEFICS)
 
 
 def gguf_of(tiny: TinyVision) -> Path:
@@ -104,7 +120,7 @@ def mmproj_of(tiny: TinyVision) -> Path:
 
 
 def found(model: Path, mmproj: Path | str = "") -> EncoderFiles:
-    files = encoder_files(WorkerConfig(model=str(model), mmproj=str(mmproj)))
+    files = find_images(WorkerConfig(model=str(model), mmproj=str(mmproj))).files
     assert files is not None
     return files
 
@@ -181,12 +197,15 @@ def test_images_are_preprocessed_as_in_the_published_models(tiny: TinyVision) ->
     assert files.joint == joint
 
 
-def test_the_numbers_of_pixels_in_a_file_bound_its_images(tmp_path: Path) -> None:
-    tiny = made(QWEN, tmp_path)
-    changes = {"clip.vision.image_min_pixels": 784, "clip.vision.image_max_pixels": 7840}
-    file = write_mmproj(tmp_path / "bounded.gguf", tiny.model, changes=changes)
-    files = CheckpointFiles.from_card(found(gguf_of(tiny), file).texts)
-    assert files.image["size"] == {"shortest_edge": 784, "longest_edge": 7840}
+@pytest.mark.parametrize("least", [784, None])
+def test_the_numbers_of_pixels_in_a_file_bound_its_images(
+    model_of: Made, tmp_path: Path, least: int | None
+) -> None:
+    qwen = model_of(QWEN)
+    changes = {"clip.vision.image_min_pixels": least, "clip.vision.image_max_pixels": 7840}
+    file = write_mmproj(tmp_path / "bounded.gguf", qwen.model, changes=changes)
+    files = CheckpointFiles.from_card(found(gguf_of(qwen), file).texts)
+    assert files.image["size"] == {"shortest_edge": least or 7840, "longest_edge": 7840}
 
 
 def test_the_memory_plan_counts_an_mmproj_file_beside_the_model(tiny: TinyVision) -> None:
@@ -247,32 +266,73 @@ def test_a_download_brings_the_encoders_that_can_be_used() -> None:
     assert PROJECTORS.keys() == ENCODED_KINDS
 
 
-CHANGED = {
-    "another kind": ({"clip.projector_type": "kimivl"}, "kind 'kimivl', which is not supported"),
-    "no kind": ({"clip.projector_type": None}, "kind '', which is not supported"),
-    "another GGUF file": ({"general.architecture": "llama"}, "not an mmproj file"),
-    "of another family": ({"clip.projector_type": "gemma3"}, "architecture gemma3, and"),
-    "no heads": ({"clip.vision.attention.head_count": 0}, "head_count is 0; it must be from 1"),
-    "odd heads": ({"clip.vision.attention.head_count": 7}, "7 heads do not divide a width of 64"),
-    "heads missing": ({"clip.vision.attention.head_count": None}, "head_count"),
-    "a wrong size": ({"clip.vision.image_size": 56}, "it has 4 positions, but"),
-    "a huge size": ({"clip.vision.image_size": 1 << 30}, "it must be from 1 to 16,384"),
-    "a wrong scale": ({"clip.vision.projector.scale_factor": 3}, "3 patches in a row do not fit"),
-    "a short mean": ({"clip.vision.image_mean": [0.5, 0.5]}, "image_mean must have three numbers"),
-    "no deviation": ({"clip.vision.image_std": [0.5, 0.5, 0.0]}, "image_std[2]"),
+HEADS, MERGE, SCALE, MIN_PIXELS, MAX_PIXELS = (
+    f"clip.vision.{name}"
+    for name in (
+        "attention.head_count",
+        "spatial_merge_size",
+        "projector.scale_factor",
+        "image_min_pixels",
+        "image_max_pixels",
+    )
+)
+CHANGED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another kind": (
+        IDEFICS,
+        {"clip.projector_type": "kimivl"},
+        "kind 'kimivl', which is not supported",
+    ),
+    "no kind": (IDEFICS, {"clip.projector_type": None}, "kind '', which is not supported"),
+    "another GGUF file": (IDEFICS, {"general.architecture": "llama"}, "not an mmproj file"),
+    "of another family": (IDEFICS, {"clip.projector_type": "gemma3"}, "architecture gemma3, and"),
+    "no heads": (IDEFICS, {HEADS: 0}, "head_count is 0; it must be from 1"),
+    "odd heads": (IDEFICS, {HEADS: 7}, "7 heads do not divide a width of 64"),
+    "odd halves of heads": (MISTRAL, {HEADS: 16}, "has 48 rows for 16 heads"),
+    "heads missing": (IDEFICS, {HEADS: None}, "head_count"),
+    "a wrong size": (IDEFICS, {"clip.vision.image_size": 56}, "it has 4 positions, but"),
+    "a huge size": (IDEFICS, {"clip.vision.image_size": 1 << 30}, "it must be from 1 to 16,384"),
+    "a wrong scale": (
+        IDEFICS,
+        {SCALE: 3},
+        "scale_factor is 3, but 'mm.model.fc.weight' reads 256 numbers; patches have 64",
+    ),
+    "a huge scale": (GEMMA, {SCALE: 5}, "5 patches in a row do not fit into 4"),
+    "a wrong merge": (MISTRAL, {MERGE: 1}, "merge_size is 1, but 'mm.patch_merger.weight' reads"),
+    "no merge": (MISTRAL, {MERGE: None}, "Pixtral without merging of patches is not supported"),
+    "a huge merge": (
+        QWEN,
+        {MERGE: 4096},
+        "merge_size is 4096, but 'mm.0.weight' reads 192 numbers; patches have 48",
+    ),
+    "huge images": (QWEN, {MAX_PIXELS: 1 << 31}, "it must be from 1 to 1,073,741,824"),
+    "no images": (QWEN, {MIN_PIXELS: 9, MAX_PIXELS: 8}, "is 9, but images have at most 8"),
+    "a short mean": (
+        IDEFICS,
+        {"clip.vision.image_mean": [0.5, 0.5]},
+        "image_mean must have three numbers",
+    ),
+    "no deviation": (IDEFICS, {"clip.vision.image_std": [0.5, 0.5, 0.0]}, "image_std[2]"),
 }
+"""Architecture, other metadata of its mmproj file, and a part of the reason for the refusal."""
 
 
-@pytest.mark.parametrize(("changes", "reason"), CHANGED.values(), ids=CHANGED.keys())
+OF_ANOTHER_MODEL = {"another GGUF file", "of another family"}
+"""Those in place of which the file of the model can be given."""
+
+
+@pytest.mark.parametrize("change", CHANGED)
 def test_a_file_that_cannot_be_used_is_refused_at_the_start(
-    idefics: TinyVision, tmp_path: Path, changes: dict[str, Any], reason: str
+    model_of: Made, tmp_path: Path, change: str
 ) -> None:
-    file = write_mmproj(tmp_path / "mmproj.gguf", idefics.model, changes=changes)
-    refused = preflight([WorkerConfig(model=str(gguf_of(idefics)), mmproj=str(file))])
+    architecture, changes, reason = CHANGED[change]
+    tiny = model_of(architecture)
+    file = write_mmproj(tmp_path / "mmproj.gguf", tiny.model, changes=changes)
+    refused = preflight([WorkerConfig(model=str(gguf_of(tiny)), mmproj=str(file))])
     assert refused.error.startswith("--mmproj: ")
     assert str(file) in refused.error
     assert reason in refused.error
     assert "none" in refused.remedy
+    assert (refused.remedy == OTHER_FILE) == (change in OF_ANOTHER_MODEL)
 
 
 def test_other_files_and_models_are_refused_at_the_start(
@@ -293,17 +353,30 @@ def test_other_files_and_models_are_refused_at_the_start(
         (text, text, "not an mmproj file"),
     ):
         with pytest.raises(UnusableModel, match=reason) as refused:
-            encoder_files(WorkerConfig(model=str(model), mmproj=str(file)))
+            find_images(WorkerConfig(model=str(model), mmproj=str(file)))
         assert "--mmproj" in refused.value.message
         assert refused.value.remedy
 
 
-def test_heads_that_cannot_be_interleaved_are_refused(tmp_path: Path) -> None:
-    tiny = made(MISTRAL, tmp_path)
-    changes = {"clip.vision.attention.head_count": 16}
-    file = write_mmproj(tmp_path / "odd.gguf", tiny.model, changes=changes)
-    with pytest.raises(UnusableModel, match="has 48 rows for 16 heads"):
-        found(gguf_of(tiny), file)
+@pytest.mark.parametrize(
+    ("text", "encoder", "numbers"),
+    [
+        (HYBRID, QWEN, "for 2 layers of its model (DeepStack), and this model reads them in 0"),
+        (QWEN, HYBRID, "for 0 layers of its model (DeepStack), and this model reads them in 2"),
+    ],
+)
+def test_an_encoder_of_the_same_width_for_other_layers_is_refused(
+    model_of: Made, text: str, encoder: str, numbers: str
+) -> None:
+    model, file = gguf_of(model_of(text)), mmproj_of(model_of(encoder))
+    with pytest.raises(UnusableModel, match=re.escape(numbers)) as refused:
+        find_images(WorkerConfig(model=str(model), mmproj=str(file)))
+    assert refused.value.remedy == OTHER_FILE
+
+
+def test_a_directory_is_served_as_text_only_if_the_option_says_so(idefics: TinyVision) -> None:
+    assert find_images(WorkerConfig(model=str(idefics.directory))).files is not None
+    assert find_images(WorkerConfig(model=str(idefics.directory), mmproj="none")).files is None
 
 
 def test_an_encoder_in_place_of_the_model_is_refused_with_the_option(idefics: TinyVision) -> None:
@@ -317,13 +390,13 @@ def test_the_encoder_of_a_wider_model_is_refused(idefics: TinyVision, tmp_path: 
     file = write_mmproj(tmp_path / "mmproj.gguf", wide)
     reason = f"{file}: its rows have a width of 192, and the model's 96"
     with pytest.raises(UnusableModel, match=reason):
-        encoder_files(WorkerConfig(model=str(gguf_of(idefics)), mmproj=str(file)))
+        find_images(WorkerConfig(model=str(gguf_of(idefics)), mmproj=str(file)))
 
 
 def test_a_model_without_a_placeholder_reads_no_images(idefics: TinyVision, tmp_path: Path) -> None:
     model = write_text(tmp_path / "text.gguf", idefics.model, placeholder="<other>")
     with pytest.raises(UnusableModel, match="has no token '<image>' to stand for images"):
-        encoder_files(WorkerConfig(model=str(model), mmproj=str(mmproj_of(idefics))))
+        find_images(WorkerConfig(model=str(model), mmproj=str(mmproj_of(idefics))))
 
 
 def test_only_a_fitting_file_beside_the_model_is_used(
@@ -331,20 +404,34 @@ def test_only_a_fitting_file_beside_the_model_is_used(
 ) -> None:
     model = Path(shutil.copy(gguf_of(idefics), tmp_path))
     config = WorkerConfig(model=str(model))
-    assert encoder_files(config) is None
-    assert not caplog.messages
+    assert find_images(config) == FoundImages(None)
     first = write_mmproj(tmp_path / "mmproj-F16.gguf", idefics.model)
-    assert encoder_files(config) is not None
+    assert find_images(config).files is not None
     shutil.copy(first, tmp_path / "mmproj-F32.gguf")
-    best = encoder_files(config)
+    best = find_images(config).files
     assert best is not None
     assert best.paths == [first]
     shutil.copy(first, tmp_path / "model-MMPROJ-F32.gguf")
-    assert encoder_files(config) is None
+    assert find_images(config).files is None
     assert "differ in more than the number type: mmproj-F16.gguf, " in caplog.messages[-1]
     for name in ("mmproj-F16.gguf", "mmproj-F32.gguf"):
         (tmp_path / name).unlink()
     other = {"clip.projector_type": "gemma3"}
     write_mmproj(tmp_path / "model-MMPROJ-F32.gguf", idefics.model, changes=other)
-    assert encoder_files(config) is None
-    assert "requests with images are refused" in caplog.messages[-1]
+    unused = find_images(config)
+    assert unused.files is None
+    assert unused.reason == NO_ENCODER
+    assert "model-MMPROJ-F32.gguf is of a model of the architecture gemma3" in unused.cause
+    (line,) = (each for each in findings.model(preflight([config])) if each.subject == "images")
+    assert unused.cause in line.fact
+    assert "--mmproj" in line.remedy
+
+
+def test_images_of_a_model_without_its_encoder_are_refused_with_the_remedy(
+    model_of: Made, tmp_path: Path
+) -> None:
+    model = shutil.copy(gguf_of(model_of(QWEN)), tmp_path)
+    card = assemble(WorkerConfig(model=model, kv_blocks=9), StartupTiming()).ready.model
+    images = ModelImages(card, Tokenizer(card), None)
+    with pytest.raises(InvalidImage, match=r"no image encoder .* give the file with --mmproj"):
+        images.check([ImageSource(param="messages[0].content[0]", url="data:,")])

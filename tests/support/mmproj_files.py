@@ -59,6 +59,9 @@ def write_text(path: Path, model: Any, placeholder: str = "") -> Path:
         architecture, decoder_config = TEXTS[text.model_type]
         sections = text.rope_parameters["mrope_section"]
         metadata[f"{architecture}.rope.dimension_sections"] = [*sections, 0]
+        if text.model_type == "qwen3_vl_text":
+            layers = model.config.vision_config.deepstack_visual_indexes
+            metadata[f"{architecture}.n_deepstack_layers"] = len(layers)
         if decoder_config is not None:
             keys = {key: value for key, value in text.to_dict().items() if key != "model_type"}
             text, options = decoder_config(**keys), {"architecture": architecture}

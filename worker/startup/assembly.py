@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import msgspec
 import torch
 
 from protocol.config.worker import WorkerConfig
-from protocol.engine.attachments import ImageSupport
 from protocol.engine.model_card import ModelCard
 from protocol.worker.steps import TokenizerRead, WorkerReady
 from worker.attention.base import Attention
@@ -49,7 +47,7 @@ from worker.spec.architectures import (
 )
 from worker.spec.kv_blocks import check_chunks
 from worker.spec.model_spec import ModelSpec
-from worker.spec.step_limits import StepLimits, step_limits, with_whole_runs
+from worker.spec.step_limits import StepLimits, step_limits
 from worker.startup.attention_needs import attention_needs
 from worker.startup.check_device import unused_gpu
 from worker.startup.encoding import (
@@ -60,6 +58,7 @@ from worker.startup.encoding import (
     tokenizer_read,
     with_input_limit,
 )
+from worker.startup.images import ServedImages, load_images
 from worker.startup.kv_window import reason_to_keep
 from worker.startup.reserve import ReservedMemory, reserve_memory
 from worker.startup.runner_parts import RunnerParts
@@ -67,8 +66,6 @@ from worker.startup.warm_up import warm_up
 from worker.step.decode_fast_path import PlainDecode
 from worker.step.decode_graph import CudaGraphs
 from worker.step.runner import Runner
-from worker.vision.support import encoder_files, image_support, longest_run
-from worker.vision.tower import ImageTower
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +102,7 @@ def assemble(
     attentions_of = partial(_attentions, config, dtype, device)
     if not loaded.card.generates:
         return assemble_vectors(config, timing, loaded, attentions_of([loaded])[0], dtype, device)
-    images, limits = _load_images(config, loaded, limits, device, timing)
+    images, limits = load_images(config, loaded, limits, device, timing)
     adapters, infos = load_adapters(config, loaded.spec, dtype, device, timing)
     with timing("reserve memory"):
         limits = _fitting_limits(config, loaded, limits, device)
@@ -142,77 +139,6 @@ def assemble(
     )
     runner = parts.runner(memory.slots, caches, _runner_class(config), decode)
     return Assembled(runner, encoder, with_input_limit(ready), memory.states, images.tower)
-
-
-@dataclass(frozen=True, slots=True)
-class ServedImages:
-    """How the images of a model are served.
-
-    support    what clients must know; None: the model's images are not computed
-    tower      the encoder; None: the worker encodes no images
-    num_rows   number of rows that are kept
-    files      files of the encoder that are not files of the model
-    """
-
-    support: ImageSupport | None
-    tower: ImageTower | None = None
-    num_rows: int = 0
-    files: Sequence[Path] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the rows that are kept."""
-        return 0 if self.tower is None else self.tower.row_bytes * self.num_rows
-
-
-def _load_images(
-    config: WorkerConfig,
-    loaded: LoadedModel,
-    limits: StepLimits,
-    device: torch.device,
-    timing: StartupTiming,
-) -> tuple[ServedImages, StepLimits]:
-    """Load the encoder of the model's images, if there is one. Return the images, and limits whose
-    steps have room for an image if that is computed as a whole."""
-    spec, files = loaded.spec, encoder_files(config)
-    if files is None or not isinstance(spec, ModelSpec):
-        return ServedImages(None), limits
-    support = image_support(files, device=device.type, world_size=config.world_size)
-    if support is None:
-        return ServedImages(None), limits
-    reason = support.reason
-    if not reason and support.needs_grid and not spec.has_rope_axes:
-        reason = "the files of this model have no mrope_section that fits its heads"
-    if not reason and spec.sees_whole_runs:
-        longest = longest_run(files)
-        roomy = with_whole_runs(limits, config, longest)
-        if roomy is None:
-            reason = (
-                f"an image of this model is computed in one step of {longest:,} tokens: serve with "
-                f"--token-budget {longest + limits.max_slots - 1}, or more"
-            )
-        elif roomy.token_budget > limits.token_budget:
-            limits = roomy
-            log.info(
-                "a step has up to %d tokens, because it computes an image as a whole",
-                roomy.token_budget,
-            )
-    if not reason:
-        try:
-            with timing("load the image encoder"):
-                dtype: torch.dtype = getattr(torch, loaded.card.dtype)
-                tower = ImageTower.load(files, spec.hidden, dtype, scale=spec.image_scale)
-        except UnusableModel as error:  # its text part may be served all the same
-            reason = f"the image encoder of this model cannot be loaded: {error}"
-    if reason:
-        log.warning("requests with images are refused: %s", reason)
-        return ServedImages(msgspec.structs.replace(support, reason=reason)), limits
-    num_rows = (config.image_cache_mib << 20) // tower.row_bytes
-    log.info("image encoder: %d MiB; rows kept: %d", tower.num_bytes >> 20, num_rows)
-    support = msgspec.structs.replace(
-        support, max_tokens=num_rows, sees_whole_runs=spec.sees_whole_runs
-    )
-    return ServedImages(support, tower, num_rows, files.paths), limits
 
 
 def _card(config: WorkerConfig, loaded: LoadedModel, images: ServedImages) -> ModelCard:

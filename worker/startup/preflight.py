@@ -60,7 +60,7 @@ from worker.startup.memory_plan import (
     plan_memory,
 )
 from worker.vision.memory import planned_image_bytes
-from worker.vision.support import encoder_files
+from worker.vision.support import find_images
 
 EACH, FREE_BYTES = "--each", "--free-bytes="
 
@@ -115,7 +115,7 @@ def _plan(
     visible: str | None,
     free_bytes: int | None,
 ) -> ModelPlan:
-    encoder = encoder_files(config)  # checks --mmproj of any model
+    found = find_images(config)  # checks --mmproj of any model
     if isinstance(header, EncoderHeader) or only_encodes(header):
         return _plan_encoder(config, header, taken, visible, free_bytes)
     headers = [header]
@@ -134,7 +134,7 @@ def _plan(
     extra = extra_bytes(config, header, dtype, is_gpu=is_gpu)
     images = 0
     if isinstance(header, ModelHeader) and header.generates:
-        images = planned_image_bytes(config, header.spec, encoder, device=device.name)
+        images = planned_image_bytes(config, header.spec, found.files, device=device.name)
     free = device.free_bytes if free_bytes is None else free_bytes
     free -= taken[device.name] + extra + images
     if device.name == CPU:  # shared with the ranks that follow
@@ -165,7 +165,12 @@ def _plan(
         if not Path(config.model).is_dir():
             remedy += f"; or serve text only (--mmproj {NO_PATH})"
         raise NotEnoughMemory(text, remedy=remedy) from None
-    return replace(plan, image_bytes=images, free_bytes=plan.free_bytes + images)
+    return replace(
+        plan,
+        image_bytes=images,
+        image_refusal=found.cause or found.reason,
+        free_bytes=plan.free_bytes + images,
+    )
 
 
 def _plan_encoder(

@@ -35,8 +35,14 @@ class EncoderFiles(ABC):
 
     @property
     @abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """`tower_key` -> shape of each tensor, from the headers of the files. Raises UnusableModel
+        if a file is damaged."""
+
+    @property
     def num_items(self) -> int:
-        """Number of weights. Reading it raises UnusableModel if a file is damaged."""
+        """Number of weights. Raises UnusableModel if a file is damaged."""
+        return sum(map(math.prod, self.shapes.values()))
 
     @abstractmethod
     def read(self, keys: Container[str]) -> Mapping[str, Tensor]:
@@ -54,11 +60,11 @@ class DirectoryEncoder(EncoderFiles):
         self.paths = []
 
     @property
-    def num_items(self) -> int:
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
         files = SafetensorsFiles(
             weight_files(self._path), lambda name: name if is_of_images(name) else None
         )
-        return sum(math.prod(tensor.shape) for tensor in files.tensors.values())
+        return {tower_key(name): tensor.shape for name, tensor in files.tensors.items()}
 
     def read(self, keys: Container[str]) -> Mapping[str, Tensor]:
         import torch

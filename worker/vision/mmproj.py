@@ -4,8 +4,7 @@ needs torch."""
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from worker.checkpoint.gguf_tokens import CONTROL, USER_DEFINED
 from worker.errors import UnusableModel
 from worker.spec.fields import Fields
 from worker.vision.encoder_files import TEXTS, EncoderFiles
-from worker.vision.mmproj_header import MmprojHeader, Projector, Stored
+from worker.vision.mmproj_header import OTHER_FILE, MmprojHeader, Projector, Stored
 from worker.vision.projectors import PROJECTORS
 
 if TYPE_CHECKING:
@@ -40,13 +39,17 @@ class MmprojEncoder(EncoderFiles):
         if architecture not in projector.architectures:
             raise UnusableModel(
                 f"{path} is of a model of the architecture {' or '.join(projector.architectures)}, "
-                f"and {model.path} is a {architecture!r:.80}"
+                f"and {model.path} is a {architecture!r:.80}",
+                remedy=OTHER_FILE,
             )
         width = model.tensors["token_embd.weight"].shape[1]
         header = MmprojHeader(file, width, _placeholder(projector, model))
         name, axis = projector.last
         if (found := header.shape(name, 2)[axis]) != width:
-            raise header.wrong(f"its rows have a width of {found:,}, and the model's {width:,}")
+            raise header.of_another_model(
+                f"its rows have a width of {found:,}, and the model's {width:,}"
+            )
+        projector.check(header, Fields(model.metadata, str(model.path)))
         self._tensors = projector.tensors(header)
         for stored in self._tensors.values():
             for name in stored.names:
@@ -59,14 +62,16 @@ class MmprojEncoder(EncoderFiles):
         self.texts = {n: json.dumps(each).encode() for n, each in zip(TEXTS, texts, strict=True)}
         self.paths = [path]
 
-    def _names(self) -> Iterator[str]:
-        """Yield the names of the tensors that are read."""
-        for stored in self._tensors.values():
-            yield from stored.names
-
     @property
-    def num_items(self) -> int:
-        return sum(math.prod(self._file.tensors[name].shape) for name in self._names())
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {key: self._shape(stored) for key, stored in self._tensors.items()}
+
+    def _shape(self, stored: Stored) -> tuple[int, ...]:
+        first, *others = self._file.tensors[stored.names[0]].shape
+        count = len(stored.names)
+        if count == 1 or stored.joins_rows:
+            return (count * first, *others)
+        return (first, others[0], count, *others[1:])
 
     def read(self, keys: Container[str]) -> Mapping[str, Tensor]:
         return {key: self._tensor(stored) for key, stored in self._tensors.items() if key in keys}
@@ -95,7 +100,9 @@ def _projector(file: GGUFFile) -> Projector:
     """Return how the encoder in a file is read."""
     fields = Fields(file.metadata, str(file.path))
     if fields.get("general.architecture") != ENCODER:
-        raise UnusableModel(f"{file.path} is a GGUF file, but not an mmproj file")
+        raise UnusableModel(
+            f"{file.path} is a GGUF file, but not an mmproj file", remedy=OTHER_FILE
+        )
     kind = next(filter(None, (fields.text(key, "") for key in KIND_KEYS)), "")
     if kind not in PROJECTORS:
         raise UnusableModel(

@@ -15,6 +15,12 @@ from worker.spec.fields import Fields
 EPSILON = "clip.vision.attention.layer_norm_epsilon"
 MAX_PIXELS_ACROSS = 1 << 14
 """Largest edge of an image that is accepted from a file."""
+OTHER_FILE = "give the mmproj file that was made of this model, or none to serve text only"
+UNREADABLE = (
+    "give another mmproj file of this model, serve its safetensors, or serve text only with "
+    "--mmproj none"
+)
+"""The remedy for errors that do not give one."""
 Config = dict[str, Any]
 
 
@@ -47,8 +53,8 @@ class MmprojHeader:
     """
 
     def __init__(self, file: GGUFFile, width: int, pad: int) -> None:
-        self._source = str(file.path)
-        self.fields = Fields(file.metadata, self._source)
+        self.source = str(file.path)
+        self.fields = Fields(file.metadata, self.source)
         self.width, self.pad = width, pad
         self._file = file
         self.hidden, _, self.patch, _ = self.shape("v.patch_embd.weight", 4)
@@ -62,7 +68,10 @@ class MmprojHeader:
         self.inner = first[self.is_swapped]
 
     def wrong(self, why: str) -> UnusableModel:
-        return UnusableModel(f"{self._source}: {why}")
+        return UnusableModel(f"{self.source}: {why}")
+
+    def of_another_model(self, why: str) -> UnusableModel:
+        return UnusableModel(f"{self.source}: {why}", remedy=OTHER_FILE)
 
     def tensor(self, name: str) -> TensorInfo:
         if name not in self._file.tensors:
@@ -107,6 +116,15 @@ class MmprojHeader:
             )
         return side
 
+    def check_squares(self, name: str, key: str, scale: int) -> None:
+        """Check that the matrix `name` reads `scale` x `scale` patches at a time, as the number
+        `clip.vision.KEY` says."""
+        if (found := self.shape(name, 2)[1]) != self.hidden * scale**2:
+            raise self.wrong(
+                f"clip.vision.{key} is {scale}, but {name!r} reads {found:,} numbers; patches have "
+                f"{self.hidden:,}"
+            )
+
     def merged(self, side: int, scale: int) -> int:
         """Return the number of rows of an image of `side` x `side` patches, of which `scale` x
         `scale` become one."""
@@ -124,7 +142,7 @@ class MmprojHeader:
             if not isinstance(values, list) or len(values) != 3:
                 raise self.wrong(f"{key} must have three numbers")
             each = Fields(
-                {f"{key}[{index}]": value for index, value in enumerate(values)}, self._source
+                {f"{key}[{index}]": value for index, value in enumerate(values)}, self.source
             )
             found[name] = [number(each, f"{key}[{index}]") for index in range(3)]
         return found
@@ -176,6 +194,14 @@ class Projector(ABC):
     placeholders: tuple[str, ...]
     #: The tensor that makes the model's rows, and the axis of these.
     last: tuple[str, int]
+
+    def check(self, header: MmprojHeader, model: Fields) -> None:  # noqa: B027 - most check nothing
+        """Check what else must be so that the encoder is supported, and that of the model.
+
+        model   metadata of the model's file
+
+        Raises UnusableModel.
+        """
 
     @abstractmethod
     def texts(self, header: MmprojHeader) -> tuple[Config, Config, Config]:

@@ -2,15 +2,18 @@
 
 The metadata are translated to the files that a directory of safetensors has, and the names of the
 tensors to those of transformers' classes. So the encoder, the memory plan and the gateway's image
-processor are the same for both formats. Sizes that tensors have are read from them, so a damaged
-number cannot make the encoder larger than its file. Settings that a file does not have are those of
-the published models.
+processor are the same for both formats. Sizes that tensors have are read from them, and other
+numbers are compared with them. So most damaged files are refused without torch, and the rest by
+ImageTower, which compares the shapes of all tensors before it allocates memory. Settings that a
+file does not have are those of the published models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from worker.errors import UnusableModel
+from worker.spec.fields import Fields
 from worker.vision.mmproj_header import (
     EPSILON,
     MAX_PIXELS_ACROSS,
@@ -78,6 +81,7 @@ class TiledProjector(Projector):
 
     def texts(self, header: MmprojHeader) -> tuple[Config, Config, Config]:
         image, scale = header.size("image_size"), header.size("projector.scale_factor", 2)
+        header.check_squares(self.last[0], "projector.scale_factor", scale)
         longest = header.size("preproc_image_size", min(4 * image, MAX_PIXELS_ACROSS))
         config = {
             "model_type": self.model_type,
@@ -143,8 +147,16 @@ class LineProjector(Projector):
     placeholders = ("[IMG]",)
     last = ("mm.2.weight", 0)
 
+    def check(self, header: MmprojHeader, model: Fields) -> None:
+        if "clip.vision.spatial_merge_size" not in header.fields:
+            raise UnusableModel(
+                f"{header.source}: Pixtral without merging of patches is not supported",
+                remedy="serve text only with --mmproj none",
+            )
+
     def texts(self, header: MmprojHeader) -> tuple[Config, Config, Config]:
         image, merge = header.size("image_size"), header.size("spatial_merge_size")
+        header.check_squares("mm.patch_merger.weight", "spatial_merge_size", merge)
         vision = header.sizes() | {
             "model_type": "pixtral",
             "num_hidden_layers": header.num_layers,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 
+from worker.checkpoint.gguf_file import ARCHITECTURE
+from worker.spec.fields import Fields
 from worker.vision.mmproj_header import (
     SWAPPED,
     Config,
@@ -13,6 +15,11 @@ from worker.vision.mmproj_header import (
     Stored,
     with_endings,
 )
+
+WITHOUT_DEEPSTACK = ("qwen35", "qwen35moe")
+"""Architectures of models whose layers add no rows of an image."""
+MAX_PIXELS = 1 << 30
+"""Most pixels of an image that are accepted from a file."""
 
 
 class GridProjector(Projector):
@@ -33,7 +40,8 @@ class GridProjector(Projector):
 
     def texts(self, header: MmprojHeader) -> tuple[Config, Config, Config]:
         merge = header.size("spatial_merge_size", 2)
-        least, most = (count * (header.patch * merge) ** 2 for count in self.num_rows)
+        header.check_squares("mm.0.weight", "spatial_merge_size", merge)
+        least, most = self._num_pixels(header, (header.patch * merge) ** 2)
         shared = {
             "depth": header.num_layers,
             "num_heads": header.num_heads,
@@ -48,16 +56,27 @@ class GridProjector(Projector):
             "vision_config": header.sizes() | shared | self.vision(header),
         }
         processor = {
-            "size": {
-                "shortest_edge": header.size("image_min_pixels", least, most=1 << 30),
-                "longest_edge": header.size("image_max_pixels", most, most=1 << 30),
-            },
+            "size": {"shortest_edge": least, "longest_edge": most},
             "patch_size": header.patch,
             "temporal_patch_size": 2,
             "merge_size": merge,
             **header.colours(),
         }
         return config, processor, {}
+
+    def _num_pixels(self, header: MmprojHeader, of_row: int) -> tuple[int, int]:
+        """Return the fewest and most pixels of an image.
+
+        of_row   number of pixels of a row
+        """
+        least, most = (min(count * of_row, MAX_PIXELS) for count in self.num_rows)
+        most = header.size("image_max_pixels", most, most=MAX_PIXELS)
+        least = header.size("image_min_pixels", min(least, most), most=MAX_PIXELS)
+        if least > most:
+            raise header.wrong(
+                f"clip.vision.image_min_pixels is {least:,}, but images have at most {most:,}"
+            )
+        return least, most
 
     def tensors(self, header: MmprojHeader) -> dict[str, Stored]:
         modules = {f"merger.{theirs}": ours for theirs, ours in self.merger.items()}
@@ -86,6 +105,18 @@ class MergedProjector(GridProjector):
         "mlp.linear_fc2": "ffn_down",
     }
     merger = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+
+    def check(self, header: MmprojHeader, model: Fields) -> None:
+        # Models of one width may differ only in this: rows would be left out, or be of no use.
+        found, architecture = len(header.added_layers), model.text(ARCHITECTURE)
+        expected = model.integer(f"{architecture}.n_deepstack_layers", found)
+        if architecture in WITHOUT_DEEPSTACK:
+            expected = 0
+        if found != expected:
+            raise header.of_another_model(
+                f"it makes rows for {found} layers of its model (DeepStack), and "
+                f"this model reads them in {expected}"
+            )
 
     def vision(self, header: MmprojHeader) -> Config:
         return {

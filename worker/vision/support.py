@@ -6,17 +6,18 @@ import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from protocol.config.base import NO_PATH
 from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import ImageSupport
-from protocol.shared.mmproj import best_mmproj, mmproj_files
-from worker.checkpoint.gguf_file import GGUFFile
+from protocol.shared.mmproj import ENCODED_ARCHITECTURES, best_mmproj, mmproj_files
+from worker.checkpoint.gguf_file import GGUFFile, architecture_at_start
 from worker.errors import UnusableModel
 from worker.spec.fields import parsed_json, read_json
 from worker.vision.encoder_files import CONFIG, TEXTS, DirectoryEncoder, EncoderFiles
 from worker.vision.mmproj import MmprojEncoder
+from worker.vision.mmproj_header import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -46,40 +47,58 @@ WITH_GRID = frozenset(kind for kind in IMAGE_TOKENS if kind.startswith(("qwen", 
 """Those of them whose rotary positions of an image have several axes (M-RoPE). In the others the
 positions are those in the prompt."""
 OTHER_KEYS = ("image_token_index", "image_token_id")
+WITH_IMAGES = ENCODED_ARCHITECTURES - {"llama"}
+"""Architectures of GGUF files whose models mostly read images. Most of `llama` read text only."""
 NEEDED = ("transformers", "PIL")
-OTHER_FILE = "give the mmproj file that was made of this model, or none to serve text only"
 
 
-def encoder_files(config: WorkerConfig) -> EncoderFiles | None:
-    """Return the files of a model's image encoder; None if it has none, or if its family's images
-    are not computed.
+NO_ENCODER = (
+    "the server has no image encoder (mmproj file) for this model; if there is one, its operator "
+    "can pull the model by its name on the Hub, or give the file with --mmproj"
+)
+
+
+class FoundImages(NamedTuple):
+    """What the files of a model have for images.
+
+    files    those of the image encoder; None: images are refused
+    reason   why they are refused, for clients; "": the model reads text only
+    cause    why a file that was found is not used, with its path; "": none was found
+    """
+
+    files: EncoderFiles | None
+    reason: str = ""
+    cause: str = ""
+
+
+def find_images(config: WorkerConfig) -> FoundImages:
+    """Find the image encoder of a model.
 
     Raises UnusableModel if the file of --mmproj cannot be used. A file that was only found beside
-    the model is left out then, with a warning.
+    the model is left out then.
     """
-    path = Path(config.model)
-    given = config.mmproj if config.mmproj != NO_PATH else ""
-    if path.suffix != ".gguf":
+    path, given = Path(config.model), config.mmproj
+    if given == NO_PATH:
+        return FoundImages(None)
+    if path.is_dir() or path.suffix == ".json":
         if given:
             raise UnusableModel(
                 f"--mmproj {given} is for GGUF files; a directory has the encoder in its own files",
                 remedy="serve without --mmproj",
             )
-        return _directory_encoder(path)
-    found = Path(given) if given else None
-    if config.mmproj == "":
-        found = mmproj_beside(path)
+        return FoundImages(_directory_encoder(path))
+    found = Path(given) if given else mmproj_beside(path)
     if found is None:
-        return None
+        reads_images = architecture_at_start(path) in WITH_IMAGES
+        return FoundImages(None, NO_ENCODER if reads_images else "")
     try:
-        return MmprojEncoder(found, GGUFFile(path))
+        return FoundImages(MmprojEncoder(found, GGUFFile(path)))
     except UnusableModel as error:
         if given:
             raise UnusableModel(
-                f"--mmproj: {error.message}", remedy=error.remedy or OTHER_FILE
+                f"--mmproj: {error.message}", remedy=error.remedy or UNREADABLE
             ) from error
-        log.warning("requests with images are refused: %s", error.message)
-        return None
+        return FoundImages(None, NO_ENCODER, error.message)
 
 
 def mmproj_beside(path: Path) -> Path | None:
@@ -120,6 +139,14 @@ def image_support(files: EncoderFiles, *, device: str, world_size: int) -> Image
         reason=_reason(device, world_size),
         needs_grid=kind in WITH_GRID,
     )
+
+
+def without_encoder(found: FoundImages) -> ImageSupport | None:
+    """Return what clients must know of images that are refused because there is no encoder; None
+    if the model reads text only."""
+    if not found.reason:
+        return None
+    return ImageSupport(model_type="", token_id=-1, reason=found.reason)
 
 
 def longest_run(files: EncoderFiles) -> int:

@@ -7,7 +7,7 @@ by a fixed number of threads, so its rows have the same bits whenever they are c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class ImageTower:
         self.hidden, self.dtype = hidden, dtype
         layers = getattr(model.config.vision_config, "deepstack_visual_indexes", None)
         self.num_added = len(layers or ())
-        weights = [each for name, each in model.state_dict().items() if is_of_images(name)]
+        weights = _weights(model).values()
         self.num_bytes = sum(each.numel() * each.element_size() for each in weights)
 
     @property
@@ -55,26 +55,21 @@ class ImageTower:
     ) -> ImageTower:
         """Load an encoder. Raises UnusableModel, without a path, if transformers cannot build it,
         or if weights of it are missing, quantised or of other shapes."""
-        load_postponed(TORCH_SHAPES)  # transformers' classes need it
-        from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
-
-        try:
-            config = CONFIG_MAPPING[files.config["model_type"]].from_dict(dict(files.config))
-            shrunk_text(config)
-            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        except BUILD_ERRORS as error:
-            raise UnusableModel(f"transformers cannot build it: {error}") from error
-        model = model.eval().requires_grad_(False)
+        # The config is not trusted, and its numbers may make any size of encoder. So no memory is
+        # allocated before all shapes are known to be those of the files.
+        with torch.device("meta"):
+            planned = _built(files.config)
+        _check_shapes(planned, files.shapes)
+        model = _built(files.config).eval().requires_grad_(False)
         parameters = dict(model.named_parameters())
-        wanted = {name: each for name, each in model.state_dict().items() if is_of_images(name)}
+        wanted = _weights(model)
         found = files.read({tower_key(name) for name in wanted})
         for name, target in wanted.items():
             value = found.get(tower_key(name))
-            if value is None and name not in parameters:
-                continue  # a constant that the file may leave out
-            if value is None or value.shape != target.shape:
-                raise UnusableModel(f"{name} is missing, quantised, or of another shape")
-            target.copy_(value)
+            if value is not None:
+                target.copy_(value)
+            elif name in parameters:
+                raise UnusableModel(f"{name} is quantised")
         for name, value in parameters.items():
             if name not in wanted:
                 value.data = value.data.new_empty(0)  # the text part, which is not computed
@@ -100,6 +95,41 @@ class ImageTower:
         if self._scale != 1.0:
             parts[0] = parts[0].float() * self._scale
         return torch.stack(parts, 1).to(self.dtype)
+
+
+def _built(content: Mapping[str, Any]) -> Any:
+    """Return the class of the whole model with random weights and a tiny text part.
+
+    content   that of config.json
+    """
+    load_postponed(TORCH_SHAPES)  # transformers' classes need it
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    try:
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(dict(content))
+        shrunk_text(config)
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    except BUILD_ERRORS as error:
+        raise UnusableModel(f"transformers cannot build it: {error}") from error
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    """Return the tensors of the encoder. Constants that files may leave out are among them."""
+    return {name: each for name, each in model.state_dict().items() if is_of_images(name)}
+
+
+def _check_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UnusableModel if a weight is missing in the files or has another shape there.
+
+    shapes   `tower_key` -> shape in the files
+    """
+    parameters = dict(model.named_parameters())
+    for name, each in _weights(model).items():
+        shape = shapes.get(tower_key(name))
+        if shape is None and name in parameters:
+            raise UnusableModel(f"{name} is missing")
+        if shape is not None and shape != (expected := tuple(each.shape)):
+            raise UnusableModel(f"{name} has the shape {shape}; expected {expected}")
 
 
 def _joined(made: Any) -> Tensor:
