@@ -134,7 +134,9 @@ def test_a_gguf_file_brings_its_image_encoder_if_that_can_be_used(
     desk: Desk, architecture: str, kind: str, is_usable: bool
 ) -> None:
     encoder = gguf_start(kind, key="clip.projector_type") if kind else b"GGUF encoder"
-    files = {**GGUFS, "mmproj-F16.gguf": encoder, "mmproj-F32.gguf": b"GGUF wide"}
+    weights = gguf_start("gemma3" if is_usable else architecture)
+    files = {**GGUFS, "pool-Q8_0.gguf": weights, "mmproj-F16.gguf": encoder}
+    files["mmproj-F32.gguf"] = b"GGUF wide"
     desk.hub.repos["tide/pool-gguf"] = FakeRepo(files, architecture=architecture)
     model = desk.pull("tide/pool-gguf:Q8_0")
     assert Path(model.path).name == "pool-Q8_0.gguf"
@@ -143,9 +145,11 @@ def test_a_gguf_file_brings_its_image_encoder_if_that_can_be_used(
     assert any("whose kind 'mlp' is not supported" in line for line in desk.lines) == (
         kind == "mlp"
     )
-    shutil.rmtree(desk.home)
+    shutil.rmtree(desk.home)  # as if another program had downloaded all files
+    if not is_usable:
+        Path(model.path).with_name("mmproj-F16.gguf").write_bytes(encoder)
     stored = stored_models(desk.home, desk.cache)
-    assert [len(each.files) for each in stored] == [1 + len(beside)]
+    assert [len(each.files) for each in stored] == [1 + is_usable]
     remove_stored(desk.home, stored, desk.cache)
     assert not desk.blobs()
 
