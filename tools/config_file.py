@@ -27,19 +27,16 @@ from typing import Any
 
 import msgspec
 
-from protocol.config.base import NO_PATH
 from protocol.process.exit_codes import ExitCode
 from tools.failure import Failure
 from tools.flags import Flag, flags_of
 from tools.other_servers import advice_on_field
-from tools.paths import user_path
+from tools.paths import in_folder, local_model, user_path
 
 MODEL = "model"
 """Name of the argument MODEL in the file."""
 MODELS = "models"
 """The option with a file of several models, which stands for MODEL."""
-NAMES_OF_MODELS = (MODEL, "draft_model")
-"""Names whose values are paths of models, or names that are no paths."""
 _TABLE = re.compile(r"^\s*\[", re.MULTILINE)
 
 
@@ -192,27 +189,11 @@ def _value(flag: Flag, value: Any, folder: Path) -> Any:
             if not isinstance(value, list):
                 raise ValueError(f"{flag.field} must be a list, each item {flag.takes}")
             items = [msgspec.convert(item, flag.type) for item in value]
-            return items if flag.is_list else tuple(items)
+            return in_folder(flag, items, folder) if flag.is_list else tuple(items)
         value = msgspec.convert(value, flag.type)
     except msgspec.ValidationError:
         raise ValueError(f"{flag.field} must be {flag.takes}, not {shown}") from None
-    if flag.is_path:
-        return _path(value, folder)
-    return local_model(value, folder) if flag.field in NAMES_OF_MODELS else value
-
-
-def _path(text: str, folder: Path) -> str:
-    if text in ("", NO_PATH):
-        return text
-    return os.path.abspath(folder / user_path(text))
-
-
-def local_model(model: str, folder: Path) -> str:
-    """Return the path of a model in `folder`, or `model` itself if there is no such path. `model`
-    may be NAME=MODEL."""
-    name, equals, path = model.rpartition("=")
-    local = folder / user_path(path)
-    return f"{name}{equals}{local}" if path and local.exists() else model
+    return in_folder(flag, value, folder)
 
 
 def _models(value: Any, folder: Path, file: str, *, several: bool) -> dict[str, Any]:

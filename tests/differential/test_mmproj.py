@@ -22,7 +22,7 @@ from gateway.images.source import ImageSource, InvalidImage
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import attachment_digest
-from protocol.shared.mmproj import ENCODED_ARCHITECTURES
+from protocol.shared.mmproj import ENCODED_ARCHITECTURES, ENCODED_KINDS
 from tests.support.image_engine import ImageEngine
 from tests.support.image_models import picture
 from tests.support.mmproj_files import write_mmproj, write_text
@@ -216,6 +216,8 @@ def test_the_memory_plan_counts_an_mmproj_file_beside_the_model(tiny: TinyVision
     hidden = tiny.model.config.get_text_config().hidden_size
     tower = ImageTower.load(found(gguf_of(tiny)), hidden, torch.float32)
     assert plan.image_bytes == tower.num_bytes + (3 << 20)
+    little = preflight([config], free_bytes=plan.image_bytes + (1 << 20))
+    assert "serve text only (--mmproj none)" in little.remedy
     (text,) = preflight([WorkerConfig(model=str(gguf_of(tiny)), mmproj="none")]).plans
     assert not text.image_bytes
 
@@ -263,6 +265,7 @@ def test_the_digest_of_a_model_covers_its_encoder(idefics: TinyVision, tmp_path:
 def test_a_download_brings_the_encoders_that_can_be_used() -> None:
     served = (each.architectures for each in PROJECTORS.values())
     assert frozenset().union(*served) == ENCODED_ARCHITECTURES
+    assert PROJECTORS.keys() == ENCODED_KINDS
 
 
 HEADS, MERGE, SCALE, MIN_PIXELS, MAX_PIXELS = (
@@ -444,7 +447,7 @@ def test_only_a_fitting_file_beside_the_model_is_used(
     assert best.paths == [first]
     shutil.copy(first, tmp_path / "model-MMPROJ-F32.gguf")
     assert find_images(config).files is None
-    assert "mmproj files of several models are beside it" in caplog.messages[-1]
+    assert "differ in more than the number type: mmproj-F16.gguf, " in caplog.messages[-1]
     for name in ("mmproj-F16.gguf", "mmproj-F32.gguf"):
         (tmp_path / name).unlink()
     other = {"clip.projector_type": "gemma3"}

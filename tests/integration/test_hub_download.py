@@ -119,16 +119,30 @@ def test_a_quantisation_brings_one_file(desk: Desk) -> None:
     ]
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "glm4"])
+@pytest.mark.parametrize(
+    ("architecture", "kind", "is_usable"),
+    [
+        ("gemma3", "gemma3", True),
+        ("gemma3", "", True),
+        ("", "gemma3", True),
+        ("clip", "gemma3", True),
+        ("llama", "mlp", False),
+        ("glm4", "gemma3", False),
+    ],
+)
 def test_a_gguf_file_brings_its_image_encoder_if_that_can_be_used(
-    desk: Desk, architecture: str
+    desk: Desk, architecture: str, kind: str, is_usable: bool
 ) -> None:
-    files = {**GGUFS, "mmproj-F16.gguf": b"GGUF encoder", "mmproj-F32.gguf": b"GGUF wide"}
+    encoder = gguf_start(kind, key="clip.projector_type") if kind else b"GGUF encoder"
+    files = {**GGUFS, "mmproj-F16.gguf": encoder, "mmproj-F32.gguf": b"GGUF wide"}
     desk.hub.repos["tide/pool-gguf"] = FakeRepo(files, architecture=architecture)
     model = desk.pull("tide/pool-gguf:Q8_0")
     assert Path(model.path).name == "pool-Q8_0.gguf"
     beside = [path.name for path in Path(model.path).parent.glob("mmproj*")]
-    assert beside == ["mmproj-F16.gguf"] * (architecture == "gemma3")
+    assert beside == ["mmproj-F16.gguf"] * is_usable
+    assert any("whose kind 'mlp' is not supported" in line for line in desk.lines) == (
+        kind == "mlp"
+    )
     shutil.rmtree(desk.home)
     stored = stored_models(desk.home, desk.cache)
     assert [len(each.files) for each in stored] == [1 + len(beside)]
@@ -141,7 +155,11 @@ def test_a_file_with_another_digest_than_the_catalogues_is_refused_before_the_do
 ) -> None:
     content = GGUFS["pool-Q8_0.gguf"]
     desk.expected_sha256 = hashlib.sha256(content).hexdigest()
-    assert Path(desk.pull("tide/pool-gguf:Q8_0").path).read_bytes() == content
+    encoder = {"mmproj-F16.gguf": gguf_start("gemma3", key="clip.projector_type")}
+    desk.hub.repos["tide/pool-gguf"] = FakeRepo({**GGUFS, **encoder}, architecture="gemma3")
+    model = desk.pull("tide/pool-gguf:Q8_0")
+    assert Path(model.path).read_bytes() == content
+    assert len(model.files) == 1
     desk.hub.requests.clear()
     for other in ("tide/pool-gguf:Q4_0", "tide/pool"):
         assert f"instead of {desk.expected_sha256}" in desk.refusal(other)

@@ -241,13 +241,12 @@ def refuse(request: BaseHTTPRequestHandler, status: int, code: str) -> None:
     _send(request, status, headers, b"{}", with_body=request.command != "HEAD")
 
 
-def gguf_start(architecture: str) -> bytes:
-    """Return the header of a GGUF file whose only entry is the architecture."""
-    key, value = (
-        struct.pack("<Q", len(text)) + text
-        for text in (b"general.architecture", architecture.encode())
+def gguf_start(architecture: str, key: str = "general.architecture") -> bytes:
+    """Return the header of a GGUF file whose only entry is the architecture, or another text."""
+    name, value = (
+        struct.pack("<Q", len(text)) + text for text in (key.encode(), architecture.encode())
     )
-    return struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key + struct.pack("<I", 8) + value
+    return struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + name + struct.pack("<I", 8) + value
 
 
 def _send(

@@ -124,12 +124,14 @@ def test_paths_start_at_the_directory_of_the_file(tmp_path: Path) -> None:
 model = ["m.gguf", "small=m.gguf", "none.gguf", "qwen3-0.6b"]
 api_keys = "keys.toml"
 kv_disk = "/var/kv"
+lora = ["a=loras/a"]
 response_store = "none"
 """
     assert settings(text, tmp_path).values == {
         "model": [f"{tmp_path}/m.gguf", f"small={tmp_path}/m.gguf", "none.gguf", "qwen3-0.6b"],
         "api_keys": f"{tmp_path}/keys.toml",
         "kv_disk": "/var/kv",
+        "lora": [f"a={tmp_path}/loras/a"],
         "response_store": "none",
     }
 

@@ -95,7 +95,7 @@ class ManagedBench:
             child="engine own",
         )
         new = NewModels(
-            engine=EngineConfig(worker=WorkerConfig(model="")),
+            engine=EngineConfig(worker=WorkerConfig(model="", mmproj="/enc", lora=["a=/a"])),
             hosted=ModelConfig(),
             directory=Path("/run/tidegate"),
             command=lambda name, engine: Command(f"engine {name}", ["engine"], group=name),
@@ -237,6 +237,7 @@ def test_downloads_take_turns_and_have_engines_of_their_own(bench: ManagedBench)
     assert [order.model for order in bench.orders] == [PULLED, "tide/other"]
     addresses = {"ipc://own", first.engine.address, second.engine.address}
     assert len(addresses) == 3
+    assert (first.engine.worker.mmproj, first.engine.worker.lora) == ("", []), "of another model"
 
 
 def test_a_download_continues_without_followers(bench: ManagedBench) -> None:

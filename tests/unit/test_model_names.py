@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tools.failure import Failure
-from tools.models.hub_files import RepoFile, choose_files, encoder_of, quantisations
+from tools.models.hub_files import RepoFile, choose_files, encoders_of, quantisations
 from tools.models.names import HubName, UrlName, parse_hub_name, parse_url
 from tools.models.pulling import served_name
+from worker.vision.support import mmproj_beside
 
 DIGEST = "ab" * 32
 TEXT = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
@@ -174,13 +177,30 @@ def test_a_missing_quantisation_is_refused_with_a_list_of_those_that_exist(choic
         (["mmproj-F16.gguf", "mmproj-other-F16.gguf"], []),
         (["mmproj-model.gguf"], ["mmproj-model.gguf"]),
         (["BF16/mmproj-F16.gguf", "mmproj-F16.txt"], []),
+        (["X.mmproj-Q8_0.gguf", "X.mmproj-fp16.gguf"], ["X.mmproj-fp16.gguf"]),
+        (["mmproj-FP32.gguf", "mmproj-F16.gguf"], ["mmproj-F16.gguf"]),
+        (["mmproj-Q4_K_M.gguf", "mmproj-UD-Q6_K.gguf", "mmproj-FP32.gguf"], ["mmproj-FP32.gguf"]),
+        (["mmproj-Q4_K_M.gguf", "mmproj-Q6_K.gguf"], ["mmproj-Q6_K.gguf"]),
+        (["mmproj.gguf", "mmproj-bf16.gguf"], ["mmproj-bf16.gguf"]),
+        (["X-Q4_K_M.mmproj-f32.gguf", "X-Q4_K_M.mmproj-f16.gguf"], ["X-Q4_K_M.mmproj-f16.gguf"]),
     ],
 )
-def test_the_best_image_encoder_in_the_folder_of_a_gguf_file_is_chosen(
-    encoders: list[str], chosen: list[str]
+@pytest.mark.parametrize("folder", ["", "UD-Q4_K_XL/"])
+def test_the_best_image_encoder_in_the_folder_of_a_gguf_file_or_above_is_chosen(
+    encoders: list[str], chosen: list[str], folder: str, tmp_path: Path
 ) -> None:
-    files = repo("pool-Q4_K_M.gguf", *encoders)
-    assert [each.path for each in encoder_of(files[0], files)] == chosen
+    """So does the worker choose in the Hub's cache (`mmproj_beside`)."""
+    files = repo(f"{folder}pool-Q4_K_M.gguf", *encoders)
+    found = [each.path for each in encoders_of(files[0], files)]
+    assert (found if len(found) == 1 else []) == chosen
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "c"
+    for each in files:
+        (snapshot / each.path).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / each.path).touch()
+    beside = mmproj_beside(snapshot / files[0].path)
+    assert beside == (snapshot / chosen[0] if chosen else None)
+    if folder:  # a folder that is no snapshot may belong to many models
+        assert mmproj_beside(snapshot.rename(tmp_path / "c") / files[0].path) is None
 
 
 def test_all_parts_of_a_split_gguf_file_are_chosen_in_their_order() -> None:
@@ -206,4 +226,4 @@ def test_without_a_quantisation_safetensors_files_win_over_gguf_files() -> None:
 
 def test_the_quantisations_of_file_names_are_recognised() -> None:
     names = ["m-q4_k_m.gguf", "m.F16.gguf", "m-MXFP4.gguf", "m-IQ2_XXS.gguf", "m-7B.gguf"]
-    assert quantisations(names) == ["F16", "IQ2_XXS", "MXFP4", "Q4_K_M"]
+    assert quantisations([*names, "m-fp16.gguf"]) == ["F16", "FP16", "IQ2_XXS", "MXFP4", "Q4_K_M"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -16,6 +17,8 @@ from tools.__main__ import build_parser
 from tools.commands.serve import commands, plan
 from tools.failure import Failure
 from tools.models.preflight import log_slots
+from tools.models.records import PulledFile, PulledModel, write_record
+from tools.processes.saved_models import SavedModel, saved_models_file, write_saved
 from tools.processes.serve_plan import ServePlan
 from tools.processes.several_models import (
     PlannedModels,
@@ -118,6 +121,27 @@ def test_options_that_models_loaded_on_demand_cannot_share_are_refused(
     with pytest.raises(Failure, match=message) as refused:
         serve(*words)
     assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("given", "kept"), [("/enc.gguf", ""), ("none", "none")])
+def test_a_model_that_clients_added_has_no_file_of_the_models_of_the_command_line(
+    given: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIDEGATE_HOME", str(tmp_path))
+    weights = tmp_path / "b.gguf"
+    weights.touch()
+    write_record(
+        tmp_path,
+        PulledModel(
+            name="o/b", kind="GGUF", path=str(weights), files=[PulledFile(str(weights), 0)]
+        ),
+    )
+    file = saved_models_file(tmp_path, 8000)
+    write_saved(file, msgspec.json.encode([SavedModel(names=["b"], source="o/b")]))
+    made = serve("/a.gguf", "--manage-models", "--mmproj", given, "--lora", "x=/x")
+    own, added = (engine.worker for engine in made.models.values())
+    assert (own.mmproj, own.lora) == (given, ["x=/x"])
+    assert (added.mmproj, added.lora) == (kept, [])
 
 
 def test_each_model_with_recurrent_layers_keeps_its_planned_number_of_slots(

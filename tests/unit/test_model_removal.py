@@ -138,6 +138,14 @@ def test_partial_files_stay_while_another_process_downloads_from_the_repository(
     assert caches.has(REPO) == has_snapshot
 
 
+def test_an_image_encoder_beside_a_file_that_is_served_stays(caches: Caches) -> None:
+    snapshot = caches.add(REPO, "a" * 40, **{"m.gguf": "model", "mmproj-F16.gguf": "encoder"})
+    order = RemoveOrder(model=REPO, in_use=[str(snapshot / "m.gguf")])
+    assert remove(order).freed_bytes == 0
+    assert (snapshot / "mmproj-F16.gguf").read_text() == "encoder"
+    assert caches.has(REPO)
+
+
 def test_all_parts_of_a_gguf_model_are_in_use(tmp_path: Path) -> None:
     parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
     for part in parts:

@@ -64,9 +64,17 @@ def test_a_model_has_the_options_of_its_table_and_else_those_of_the_command_line
 def test_a_relative_path_starts_at_the_directory_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     file = tmp_path / "models.toml"
-    file.write_text('[[model]]\npath = "a"\n')
-    (engine,) = serve("--models", str(file)).models.values()
-    assert engine.worker.model == str(tmp_path / "a")
+    file.write_text(
+        '[[model]]\npath = "a"\nmmproj = "enc.gguf"\nlora = ["l=../l"]\nkv_disk = "/kv"\n'
+        'journal = "j"\nload = "first-use"\n[[model]]\npath = "a"\nname = "b"\nmmproj = "none"\n'
+    )
+    first, second = serve("--models", str(file)).models.values()
+    assert first.worker.model == str(tmp_path / "a")
+    assert first.worker.mmproj == str(tmp_path / "enc.gguf")
+    assert first.worker.lora == [f"l={tmp_path.parent}/l"]
+    assert first.worker.kv_disk == "/kv"
+    assert first.journal == str(tmp_path / "j" / "a")
+    assert second.worker.mmproj == "none"
 
 
 def test_a_file_with_one_model_makes_it_one_that_can_be_unloaded(tmp_path: Path) -> None:

@@ -67,11 +67,12 @@ def test_a_path_of_the_operator_has_no_source(home: Path, monkeypatch: pytest.Mo
 
 
 def test_a_saved_model_is_served_from_the_cache_at_its_first_request(home: Path) -> None:
-    plan = with_saved([OWN], [SavedModel(names=["a", "b"], source="owner/repo")], home)
+    saved = [SavedModel(names=["a", "b"], source="owner/repo")]
+    plan = with_saved([OWN], saved, home, {"mmproj": ""})
     own, added = plan.models
     assert own == OWN
     assert (added.name, added.aliases, added.model) == ("a", ["b"], str(home / "weights"))
-    assert added.options == {"load": "first-use"}
+    assert added.options == {"load": "first-use", "mmproj": ""}
     assert plan.added == ["a"]
     assert plan.own_names == {"own": frozenset(["own", "first"])}
     assert plan.sources == {"own": "", "a": "owner/repo"}
@@ -83,7 +84,7 @@ def test_names_of_the_command_line_precede_saved_ones(home: Path) -> None:
         SavedModel(names=["own", "c"], model="own"),
         SavedModel(names=["b"], model="own"),
     ]
-    plan = with_saved([OWN], saved, home)
+    plan = with_saved([OWN], saved, home, {})
     assert [(each.name, list(each.aliases)) for each in plan.models] == [
         ("own", ["first", "c"]),
         ("b", []),
@@ -97,7 +98,7 @@ def test_a_model_that_is_gone_is_left_out(home: Path) -> None:
         SavedModel(names=["b"], source=DEFAULT),
         SavedModel(names=["c"], model="of another start"),
     ]
-    assert list(with_saved([OWN], saved, home).models) == [OWN]
+    assert list(with_saved([OWN], saved, home, {}).models) == [OWN]
 
 
 def test_the_file_is_read_as_it_was_written_and_a_damaged_one_is_empty(home: Path) -> None:

@@ -86,6 +86,7 @@ from tools.processes.several_models import (
     check_shared,
     engines_of_models,
     hosting,
+    options_of_others,
     plan_models,
     with_served_name,
 )
@@ -187,7 +188,7 @@ def plan(options: Mapping[str, Any], style: LogStyle = "text") -> ServePlan:
             given = with_served_name(given, gateway)
             if gateway.manage_models:
                 saved = read_saved(saved_models_file(home(), gateway.port))
-                managed = with_saved(given, saved, home())
+                managed = with_saved(given, saved, home(), options_of_others(engine.worker))
                 given = [*managed.models]
             models = engines_of_models(given, build_engine, directory)
             gateway = msgspec.structs.replace(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx2
@@ -48,7 +48,7 @@ from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 
 from protocol.process.exit_codes import ExitCode
-from protocol.shared.mmproj import ENCODED_ARCHITECTURES
+from protocol.shared.mmproj import START_BYTES, has_usable_encoder, unusable_kind
 from tools.failure import Failure
 from tools.models.download import (
     Checksum,
@@ -64,8 +64,8 @@ from tools.models.download import (
 )
 from tools.models.fetch import PrintLine, check_space, format_size, locked, progress_bar
 from tools.models.http_file import HttpFile
-from tools.models.hub_cache import cached_model, repository_folder, repository_lock
-from tools.models.hub_files import CONFIG, Kind, RepoFile, choose_files, encoder_of
+from tools.models.hub_cache import cached_model, repository_folder, repository_lock, start_of
+from tools.models.hub_files import CONFIG, Kind, RepoFile, choose_files, encoders_of
 from tools.models.names import HubName
 from tools.models.records import PulledFile, PulledModel, read_records, write_record
 
@@ -157,9 +157,44 @@ class HubDownloads:
         stored = list(_repo_files(info))
         kind, files = choose_files(name, stored)
         self._check_expected(name, files)
-        if kind == "GGUF" and _architecture(info) in ENCODED_ARCHITECTURES:
-            files = [*files, *encoder_of(files[0], stored)]
-        return HubModel(name=name, commit=info.sha, licence=_licence(info), kind=kind, files=files)
+        model = HubModel(name=name, commit=info.sha, licence=_licence(info), kind=kind, files=files)
+        # A model of the catalogue is one file: its size and memory are known, and its digest.
+        if kind != "GGUF" or self._expected_sha256 or not has_usable_encoder(_architecture(info)):
+            return model
+        return replace(model, files=[*files, *self._encoder(model, encoders_of(files[0], stored))])
+
+    def _encoder(self, model: HubModel, found: Sequence[RepoFile]) -> Sequence[RepoFile]:
+        """Return the image encoder to download with a GGUF model; [] if none can be used, or if it
+        is not clear which one.
+
+        found   those that may be the model's
+        """
+        if len(found) > 1:
+            self._print_line(
+                f"{model.name}: without an image encoder, because the repository has several: "
+                f"{', '.join(file.path for file in found)}; for images, download one of them with "
+                "`hf download` and give it to --mmproj"
+            )
+            return []
+        for file in found:
+            if (kind := unusable_kind(self._start(model, file))) is not None:
+                self._print_line(
+                    f"{model.name}: without its image encoder, whose kind {kind!r:.80} is not "
+                    "supported"
+                )
+                return []
+        return found
+
+    def _start(self, model: HubModel, file: RepoFile) -> bytes:
+        """Return the first bytes of a GGUF file (`mmproj.START_BYTES`), fewer if the connection is
+        lost."""
+        if (content := self._content(model, file)).is_file():
+            return start_of(content)
+        start = b""
+        with contextlib.suppress(ConnectionLost), self._source(model, file).open(0) as body:
+            while len(start) < START_BYTES and (piece := next(body.pieces, b"")):
+                start += piece
+        return start
 
     def _check_expected(self, name: HubName, files: Sequence[RepoFile]) -> None:
         """Raise Failure if the files on the Hub are not the one whose digest is expected."""

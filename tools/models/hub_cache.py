@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from protocol.shared.gguf_parts import is_later_part
+from protocol.shared.mmproj import START_BYTES, has_usable_encoder, text_in, unusable_kind
 from tools.failure import Failure
-from tools.models.hub_files import RepoFile, choose_files, encoder_of
+from tools.models.hub_files import RepoFile, choose_files, encoders_of
 from tools.models.names import MAIN, HubName
 from tools.models.records import SNAPSHOTS, PulledFile, PulledModel
 
@@ -36,7 +37,7 @@ def cached_model(name: HubName, snapshot: Path) -> PulledModel:
     stored = _files(snapshot)
     kind, files = choose_files(name, stored)
     if kind == "GGUF":
-        files = [*files, *encoder_of(files[0], stored)]
+        files = [*files, *_encoder(snapshot, files[0], stored)]
     return PulledModel(
         name=str(name),
         kind=kind,
@@ -44,6 +45,22 @@ def cached_model(name: HubName, snapshot: Path) -> PulledModel:
         files=[PulledFile(str(snapshot / file.path), file.size) for file in files],
         commit=snapshot.name,
     )
+
+
+def start_of(file: Path) -> bytes:
+    """Return the first bytes of a GGUF file (`mmproj.START_BYTES`)."""
+    with file.open("rb") as source:
+        return source.read(START_BYTES)
+
+
+def _encoder(snapshot: Path, model: RepoFile, stored: Sequence[RepoFile]) -> Sequence[RepoFile]:
+    """Return the image encoder of a GGUF model, by the rules of a download; [] if it has none."""
+    found = encoders_of(model, stored)
+    if len(found) != 1:
+        return []
+    architecture = text_in(start_of(snapshot / model.path), "general.architecture")
+    is_usable = unusable_kind(start_of(snapshot / found[0].path)) is None
+    return found if is_usable and has_usable_encoder(architecture) else []
 
 
 def cached_models(cache: Path) -> Iterator[PulledModel]:

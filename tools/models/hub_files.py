@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Literal
 
 from protocol.process.exit_codes import ExitCode
 from protocol.shared.gguf_parts import all_parts, is_later_part
-from protocol.shared.mmproj import best_mmproj
+from protocol.shared.mmproj import best_mmproj, is_mmproj
+from protocol.shared.number_types import NUMBER_TYPE
 from tools.failure import Failure
 from tools.models.names import HubName
 
@@ -46,10 +48,6 @@ PREFERRED = ("Q4_K_M", "Q4_0", "Q4_1", "Q8_0", "BF16", "F16")
 _WEIGHTS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _GGUF = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]*/){0,2}[A-Za-z0-9_][A-Za-z0-9_.+-]*\.gguf")
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
-_QUANTISATION = re.compile(
-    r"(?<![A-Za-z0-9])((?:UD-)?[IT]?Q\d[A-Z0-9_]*|MXFP4(?:_[A-Z0-9_]+)?|BF16|F16|F32)(?![A-Za-z0-9_])",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +84,16 @@ def choose_files(name: HubName, files: Sequence[RepoFile]) -> tuple[Kind, list[R
     )
 
 
-def encoder_of(model: RepoFile, files: Sequence[RepoFile]) -> list[RepoFile]:
-    """Return the image encoder (mmproj) of a GGUF model, which is in its folder; [] if there is
-    none, or if it is not clear which one it is."""
-    folder = model.path.rpartition("/")[0]
-    beside = {
-        each.path: each
-        for each in files
-        if each.path.rpartition("/")[0] == folder and _GGUF.fullmatch(each.path)
-    }
-    best = best_mmproj(beside)
-    return [] if best is None else [beside[best]]
+def encoders_of(model: RepoFile, files: Sequence[RepoFile]) -> list[RepoFile]:
+    """Return the image encoder (mmproj) of a GGUF model, which is in its folder or in one above;
+    several if it is not clear which one it is."""
+    paths = {PurePosixPath(each.path): each for each in files if _GGUF.fullmatch(each.path)}
+    found = {path: each for path, each in paths.items() if is_mmproj(path.name)}
+    for folder in PurePosixPath(model.path).parents:
+        if beside := {path.name: each for path, each in found.items() if path.parent == folder}:
+            best = best_mmproj(beside)
+            return list(beside.values()) if best is None else [beside[best]]
+    return []
 
 
 def _choose_weights(files: Sequence[RepoFile]) -> list[RepoFile]:
@@ -132,7 +129,7 @@ def _choose_gguf(name: HubName, ggufs: Sequence[RepoFile]) -> list[RepoFile]:
     choice = name.choice
     exact = [each for each in ggufs if each.path == choice]
     found = exact
-    if not exact and _QUANTISATION.fullmatch(choice):
+    if not exact and NUMBER_TYPE.fullmatch(choice):
         found = [each for each in ggufs if _has_quantisation(each.path, choice)]
     if not found:
         raise _bad_model(f"{name.repo} has no GGUF file {choice!r}; {_offer(name, ggufs)}")
@@ -162,7 +159,7 @@ def _has_quantisation(path: str, quantisation: str) -> bool:
 
 def quantisations(paths: Iterable[str]) -> list[str]:
     """Return the quantisations that the names of GGUF files contain, sorted, in upper case."""
-    found = (match[1].upper() for path in paths for match in _QUANTISATION.finditer(path))
+    found = (match[1].upper() for path in paths for match in NUMBER_TYPE.finditer(path))
     return sorted(set(found))
 
 

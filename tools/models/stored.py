@@ -9,6 +9,7 @@ from pathlib import Path
 
 from protocol.process.exit_codes import ExitCode
 from protocol.shared.gguf_parts import all_parts
+from protocol.shared.mmproj import is_mmproj, mmproj_files
 from tools.failure import Failure
 from tools.models.catalogue import CATALOGUE, HUB_MODELS
 from tools.models.download import PARTIAL
@@ -102,7 +103,8 @@ def files_in_use(paths: Iterable[str]) -> frozenset[Path]:
     """Return the places (`records.place_of`) of all files that processes read which load `paths`,
     and of the links that lead to them.
 
-    paths   directories of models or adapters, and GGUF files, whose further parts are included
+    paths   directories of models or adapters, and GGUF files, whose further parts and
+            image encoders are included
     """
     files = (file for path in paths for file in _files_at(path))
     return frozenset(place for file in files for place in _places(file))
@@ -115,6 +117,8 @@ def _files_at(path: str) -> Iterator[Path]:
         yield from (file for file in folder.rglob("*") if file.is_file())
     else:
         yield from map(Path, all_parts(path))
+        if not is_mmproj(folder.name):
+            yield from mmproj_files(folder)
 
 
 def _places(file: Path) -> Iterator[Path]:

@@ -27,9 +27,9 @@ from protocol.config.gateway import ModelConfig
 from protocol.config.serve import ServeConfig
 from protocol.config.worker import WorkerConfig
 from protocol.wire.field_errors import field_error
-from tools.flags import build, flags_of
+from tools.flags import Flag, build, flags_of
 from tools.models.catalogue import DEFAULT
-from tools.paths import user_path
+from tools.paths import in_folder, user_path
 from tools.processes.several_models import NamedModel, check_names, named_models, own_name
 
 _SHARED = {"draft_model", "served_name"}
@@ -96,37 +96,35 @@ def read_models_file(file: Path, *, is_config: bool = False) -> list[NamedModel]
 def _read_table(table: Mapping[str, Any], folder: Path) -> NamedModel:
     own = msgspec.convert(table, ModelTable)
     options = {
-        key: _option(key, value)
+        key: _option(key, value, folder)
         for key, value in table.items()
         if key not in ModelTable.__struct_fields__
     }
-    if template := options.get("chat_template"):
-        options["chat_template"] = str(folder / template)
     local = folder / user_path(own.path)
     path = str(local) if local.exists() else own.path
     name = own.name or own_name(path)
     return NamedModel(name, path, is_explicit=True, aliases=own.alias, options=options)
 
 
-def _option(key: str, value: Any) -> Any:
-    """Return `value` as the type of the option `key`. Raises ValueError, naming the key, if a model
-    has no such option or the value is not valid."""
-    kinds = _kinds()
-    if key not in kinds:
+def _option(key: str, value: Any, folder: Path) -> Any:
+    """Return `value` as the type of the option `key`; relative paths start at `folder`. Raises
+    ValueError, naming the key, if a model has no such option or the value is not valid."""
+    if key not in _options():
         raise ValueError(f"unknown key {key!r}")
+    flag, kind = _options()[key]
     try:
-        return msgspec.convert(value, kinds[key])
+        return in_folder(flag, msgspec.convert(value, kind), folder)
     except msgspec.ValidationError as error:
-        raise ValueError(str(field_error(error, value, kinds[key]).below(key))) from None
+        raise ValueError(str(field_error(error, value, kind).below(key))) from None
 
 
 @cache
-def _kinds() -> Mapping[str, Any]:
-    """Return the type of each option that a model may have."""
-    kinds: dict[str, Any] = {}
+def _options() -> Mapping[str, tuple[Flag, Any]]:
+    """Return each option that a model may have, and the type of its value."""
+    options: dict[str, tuple[Flag, Any]] = {}
     for config in (WorkerConfig, EngineConfig, ModelConfig, ServeConfig):
-        names = {flag.field for flag in flags_of(config)} - _SHARED
-        if config is ServeConfig:
-            names = {"load"}
-        kinds |= {f.name: f.type for f in msgspec.structs.fields(config) if f.name in names}
-    return kinds
+        kinds = {each.name: each.type for each in msgspec.structs.fields(config)}
+        flags = {flag.field: flag for flag in flags_of(config) if flag.field not in _SHARED}
+        names = ["load"] if config is ServeConfig else flags
+        options |= {name: (flags[name], kinds[name]) for name in names}
+    return options

@@ -13,6 +13,7 @@ from protocol.config.gateway import ModelConfig
 from tools.processes.children import Command
 from tools.processes.model_job import PullOrder
 from tools.processes.run_lock import CARD_SUFFIX
+from tools.processes.several_models import options_of_others
 
 _with = msgspec.structs.replace
 
@@ -21,7 +22,7 @@ _with = msgspec.structs.replace
 class NewModels:
     """How the models are served that clients download."""
 
-    #: The engine of a new model, without its addresses and its model.
+    #: The engine of the command line, which a new model has without the addresses and the files.
     engine: EngineConfig
     #: The gateways' config of a new model, without its names.
     hosted: ModelConfig
@@ -49,6 +50,7 @@ class NewModels:
         """
         worker = _with(
             self.engine.worker,
+            **options_of_others(self.engine.worker),
             model=source,
             address=f"ipc://{self.directory / f'worker-{number}.sock'}",
             share_device=True,

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -144,14 +145,20 @@ class ManagedPlan:
         ]
 
 
-def with_saved(own: Sequence[NamedModel], saved: Sequence[SavedModel], home: Path) -> ManagedPlan:
+def with_saved(
+    own: Sequence[NamedModel],
+    saved: Sequence[SavedModel],
+    home: Path,
+    options: Mapping[str, Any],
+) -> ManagedPlan:
     """Return the models of the command line and those that clients have added. The latter are
     loaded at their first request. Names that are taken meanwhile, and models that are not in the
     cache any more, are left out.
 
-    own     the models of the command line
-    saved   what clients have added
-    home    Tidegate's directory of downloads
+    own       the models of the command line
+    saved     what clients have added
+    home      Tidegate's directory of downloads
+    options   what the latter have in place of options of the command line
     """
     models = {each.name: each for each in own}
     sources = {each.name: operators_source(each.model) for each in own}
@@ -165,8 +172,7 @@ def with_saved(own: Sequence[NamedModel], saved: Sequence[SavedModel], home: Pat
             models[owner.name] = owner._replace(aliases=[*owner.aliases, *names])
         elif names and path is not None:
             name, *aliases = names
-            options = {"load": "first-use"}
-            models[name] = NamedModel(name, path, True, aliases, options)
+            models[name] = NamedModel(name, path, True, aliases, {**options, "load": "first-use"})
             sources[name] = each.source
         else:
             continue

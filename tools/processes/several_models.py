@@ -20,6 +20,7 @@ from protocol.config.base import NO_PATH
 from protocol.config.engine import EngineConfig
 from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.serve import ServeConfig
+from protocol.config.worker import WorkerConfig
 from protocol.engine.model_card import ModelCard
 from protocol.process.exit_codes import ExitCode
 from protocol.shared.gguf_parts import model_name
@@ -94,6 +95,12 @@ def check_shared(
         )
     if engine.worker.draft_model:
         raise ValueError("draft_model cannot be combined with models that are loaded on demand")
+
+
+def options_of_others(worker: WorkerConfig) -> Mapping[str, Any]:
+    """Return the options that models which clients add have in place of those of the command line:
+    without the files that were made for its model."""
+    return {"mmproj": NO_PATH if worker.mmproj == NO_PATH else "", "lora": []}
 
 
 def engines_of_models(

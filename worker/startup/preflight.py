@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from protocol.config.base import NO_PATH
 from protocol.config.worker import WorkerConfig
 from protocol.engine.model_card import ModelCard
 from protocol.tools.start_facts import ModelPlan, Preflight
@@ -161,6 +162,8 @@ def _plan(
             raise
         text = f"{error.message}, after {in_gib(images)} for images"
         remedy = f"{error.remedy}; or keep fewer encoded images (--image-cache-mib)"
+        if not Path(config.model).is_dir():
+            remedy += f"; or serve text only (--mmproj {NO_PATH})"
         raise NotEnoughMemory(text, remedy=remedy) from None
     return replace(
         plan,

@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from protocol.shared.mmproj import KIND_KEYS
 from worker.checkpoint.gguf_families import ENCODER
 from worker.checkpoint.gguf_file import GGUFFile
 from worker.checkpoint.gguf_tokens import CONTROL, USER_DEFINED
@@ -19,9 +20,6 @@ from worker.vision.projectors import PROJECTORS
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-PROJECTOR_KEYS = ("clip.vision.projector_type", "clip.projector_type")
-"""Keys of the kind of encoder. Files with encoders of images and of sound have the first one."""
 
 
 class MmprojEncoder(EncoderFiles):
@@ -105,7 +103,7 @@ def _projector(file: GGUFFile) -> Projector:
         raise UnusableModel(
             f"{file.path} is a GGUF file, but not an mmproj file", remedy=OTHER_FILE
         )
-    kind = next(filter(None, (fields.text(key, "") for key in PROJECTOR_KEYS)), "")
+    kind = next(filter(None, (fields.text(key, "") for key in KIND_KEYS)), "")
     if kind not in PROJECTORS:
         raise UnusableModel(
             f"{file.path} has an encoder of the kind {kind!r:.80}, which is not supported; "

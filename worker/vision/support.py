@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from protocol.config.base import NO_PATH
 from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import ImageSupport
-from protocol.shared.mmproj import ENCODED_ARCHITECTURES, best_mmproj, is_mmproj
+from protocol.shared.mmproj import ENCODED_ARCHITECTURES, best_mmproj, mmproj_files
 from worker.checkpoint.gguf_file import GGUFFile, architecture_at_start
 from worker.errors import UnusableModel
 from worker.spec.fields import parsed_json, read_json
@@ -102,19 +102,17 @@ def find_images(config: WorkerConfig) -> FoundImages:
 
 
 def mmproj_beside(path: Path) -> Path | None:
-    """Return the mmproj file beside a GGUF file; None if there is none, or if there are files of
-    several models."""
-    try:
-        names = [each.name for each in path.parent.iterdir() if each.name != path.name]
-    except OSError:  # a folder may be readable only by name
-        return None
-    best = best_mmproj(names)
-    if best is None and any(map(is_mmproj, names)):
+    """Return the mmproj file beside a GGUF file (`mmproj_files`); None if there is none, or if it
+    is not clear which one is the model's."""
+    found = {each.name: each for each in mmproj_files(path)}
+    best = best_mmproj(found)
+    if best is None and found:
         log.warning(
-            "the model is served without images, because mmproj files of several models are "
-            "beside it; choose one with --mmproj"
+            "the model is served without images, because the names of the mmproj files beside it "
+            "differ in more than the number type: %s; choose one with --mmproj",
+            ", ".join(sorted(found)),
         )
-    return None if best is None else path.with_name(best)
+    return None if best is None else found[best]
 
 
 def _directory_encoder(path: Path) -> EncoderFiles | None:

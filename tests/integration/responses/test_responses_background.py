@@ -25,6 +25,9 @@ TEXT = "one two three four five six seven eight nine ten"
 KEY = {"Authorization": "Bearer k1"}
 SLOW_S = 1.0
 """Seconds per step. TEXT then takes more than ten seconds, so a test sees it in progress."""
+OPEN_S = 0.1
+"""Seconds per step for TEXT * 100, which then takes minutes. So it is still open when a test kills
+its process or cancels it, on a busy machine too."""
 
 
 def start(client: OpenAI, **options: Any) -> Any:
@@ -131,7 +134,7 @@ def test_a_background_response_can_be_cancelled_from_any_process(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI, twin: GatewayProcess, where: str
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT * 100)
-    engine.step_s = 0.01
+    engine.step_s = OPEN_S
     made = start(client)
     awaited(client, made.id, lambda status: status == "in_progress")
     cancelled = (client if where == "here" else elsewhere).responses.cancel(made.id)
@@ -148,7 +151,7 @@ def test_a_deleted_response_is_aborted(
     engine: ScriptedEngine, client: OpenAI, elsewhere: OpenAI
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT * 100)
-    engine.step_s = 0.01
+    engine.step_s = OPEN_S
     made = start(client)
     elsewhere.responses.delete(made.id)
     engine.await_abort(engine.generates[0].request)
@@ -191,7 +194,7 @@ def test_a_killed_process_leaves_no_response_open(
 ) -> None:
     """Every reader sees that the response failed, and its stream ends with `response.failed`."""
     engine.script = lambda generate: text_reply(TEXT * 100)
-    engine.step_s = 0.01
+    engine.step_s = OPEN_S
     with OpenAI(base_url=f"{doomed.url}/v1", api_key="k1", max_retries=0) as sdk:
         made = start(sdk)
         await_stored_text(twin, made.id)
@@ -231,7 +234,7 @@ def test_a_drain_ends_although_a_response_is_not_complete(
     engine: ScriptedEngine, client: OpenAI, store: str
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT * 100)
-    engine.step_s = 0.02
+    engine.step_s = OPEN_S
     with GatewayProcess(engine=engine.address, response_store=store, drain_s=0.5) as leaving:
         leaving.await_ready()
         with OpenAI(base_url=f"{leaving.url}/v1", api_key="k1", max_retries=0) as sdk:
