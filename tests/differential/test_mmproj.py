@@ -433,9 +433,7 @@ def test_an_ordinary_token_never_stands_for_images(model_of: Made, tmp_path: Pat
         found(model, mmproj_of(gemma))
 
 
-def test_only_a_fitting_file_beside_the_model_is_used(
-    idefics: TinyVision, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_fitting_file_beside_the_model_is_used(idefics: TinyVision, tmp_path: Path) -> None:
     model = Path(shutil.copy(gguf_of(idefics), tmp_path))
     config = WorkerConfig(model=str(model))
     assert find_images(config) == FoundImages(None)
@@ -446,8 +444,10 @@ def test_only_a_fitting_file_beside_the_model_is_used(
     assert best is not None
     assert best.paths == [first]
     shutil.copy(first, tmp_path / "model-MMPROJ-F32.gguf")
-    assert find_images(config).files is None
-    assert "differ in more than the number type: mmproj-F16.gguf, " in caplog.messages[-1]
+    several = find_images(config)
+    assert several.files is None
+    assert several.reason == NO_ENCODER
+    assert "differ in more than the number type: mmproj-F16.gguf, " in several.cause
     for name in ("mmproj-F16.gguf", "mmproj-F32.gguf"):
         (tmp_path / name).unlink()
     other = {"clip.projector_type": "gemma3"}
