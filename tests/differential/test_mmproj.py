@@ -29,6 +29,7 @@ from tests.support.mmproj_files import write_mmproj, write_text
 from tests.support.vision_models import (
     CHANGES,
     LENGTHS,
+    PLACEHOLDER,
     TinyVision,
     answer_of,
     ask,
@@ -37,6 +38,7 @@ from tests.support.vision_models import (
 )
 from tests.support.wrapper_models import random_wrapper
 from tools import doctor_findings as findings
+from worker.checkpoint.gguf_tokens import CONTROL, NORMAL, USER_DEFINED
 from worker.device import device
 from worker.device.timing import StartupTiming
 from worker.errors import UnusableModel
@@ -374,6 +376,22 @@ def test_an_encoder_of_the_same_width_for_other_layers_is_refused(
     assert refused.value.remedy == OTHER_FILE
 
 
+@pytest.mark.parametrize(
+    ("left_out", "reason"),
+    [
+        ("v.deepstack.2.fc1.weight", "it has no tensor 'v.deepstack.2.fc1.weight'"),
+        ("v.deepstack.2.norm.weight", "it makes rows for 1 layers of its model"),
+    ],
+)
+def test_an_encoder_without_tensors_of_deepstack_is_refused(
+    model_of: Made, tmp_path: Path, left_out: str, reason: str
+) -> None:
+    qwen = model_of(QWEN)
+    file = write_mmproj(tmp_path / "mmproj.gguf", qwen.model, skips=left_out)
+    with pytest.raises(UnusableModel, match=reason):
+        found(gguf_of(qwen), file)
+
+
 def test_a_directory_is_served_as_text_only_if_the_option_says_so(idefics: TinyVision) -> None:
     assert find_images(WorkerConfig(model=str(idefics.directory))).files is not None
     assert find_images(WorkerConfig(model=str(idefics.directory), mmproj="none")).files is None
@@ -399,9 +417,23 @@ def test_a_model_without_a_placeholder_reads_no_images(idefics: TinyVision, tmp_
         find_images(WorkerConfig(model=str(model), mmproj=str(mmproj_of(idefics))))
 
 
-def test_only_a_fitting_file_beside_the_model_is_used(
-    idefics: TinyVision, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
+def test_an_unused_token_stands_for_images_if_the_vocabulary_is_that_of_the_text(
+    model_of: Made, tmp_path: Path, kind: int
 ) -> None:
+    gemma = model_of(GEMMA)
+    model = write_text(tmp_path / "text.gguf", gemma.model, "<unused0>", kind)
+    assert found(model, mmproj_of(gemma)).config["image_token_index"] == PLACEHOLDER
+
+
+def test_an_ordinary_token_never_stands_for_images(model_of: Made, tmp_path: Path) -> None:
+    gemma = model_of(GEMMA)
+    model = write_text(tmp_path / "text.gguf", gemma.model, "<unused0>", NORMAL)
+    with pytest.raises(UnusableModel, match="has no token '<image_soft_token>'"):
+        found(model, mmproj_of(gemma))
+
+
+def test_only_a_fitting_file_beside_the_model_is_used(idefics: TinyVision, tmp_path: Path) -> None:
     model = Path(shutil.copy(gguf_of(idefics), tmp_path))
     config = WorkerConfig(model=str(model))
     assert find_images(config) == FoundImages(None)
@@ -412,8 +444,10 @@ def test_only_a_fitting_file_beside_the_model_is_used(
     assert best is not None
     assert best.paths == [first]
     shutil.copy(first, tmp_path / "model-MMPROJ-F32.gguf")
-    assert find_images(config).files is None
-    assert "differ in more than the number type: mmproj-F16.gguf, " in caplog.messages[-1]
+    several = find_images(config)
+    assert several.files is None
+    assert several.reason == NO_ENCODER
+    assert "differ in more than the number type: mmproj-F16.gguf, " in several.cause
     for name in ("mmproj-F16.gguf", "mmproj-F32.gguf"):
         (tmp_path / name).unlink()
     other = {"clip.projector_type": "gemma3"}

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from tests.support.checkpoints import SPECIAL, TEMPLATE, VOCAB, tiny_tokenizer
 from tests.support.gguf_files import write_gguf
+from worker.checkpoint.gguf_tokens import CONTROL
 from worker.spec.wrappers import text_name
 
 Array = NDArray[np.float32]
@@ -47,10 +48,11 @@ TEXTS = {
 decoder that computes the same; None: its own."""
 
 
-def write_text(path: Path, model: Any, placeholder: str = "") -> Path:
+def write_text(path: Path, model: Any, placeholder: str = "", kind: int = CONTROL) -> Path:
     """Write the text part of a model, and return `path`.
 
     placeholder   another text of the placeholder
+    kind          its type in the vocabulary
     """
     options: dict[str, Any] = {}
     text = model.config.get_text_config()
@@ -82,10 +84,8 @@ def write_text(path: Path, model: Any, placeholder: str = "") -> Path:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list(pieces)
-        special = {*SPECIAL, pieces[-1]}
-        writer.add_token_types(
-            [3 if each in special else 5 if each.startswith("[PAD") else 1 for each in pieces]
-        )
+        kinds = [3 if each in SPECIAL else 5 if each.startswith("[PAD") else 1 for each in pieces]
+        writer.add_token_types([*kinds[:-1], kind])
         writer.add_token_merges(["Ġ t", "h e", "Ġt he"])
         writer.add_eos_token_id(0)
         writer.add_chat_template(TEMPLATE)

@@ -10,6 +10,7 @@ from tools.failure import Failure
 from tools.models.hub_files import RepoFile, choose_files, encoders_of, quantisations
 from tools.models.names import HubName, UrlName, parse_hub_name, parse_url
 from tools.models.pulling import served_name
+from worker.errors import UnusableModel
 from worker.vision.support import mmproj_beside
 
 DIGEST = "ab" * 32
@@ -197,8 +198,12 @@ def test_the_best_image_encoder_in_the_folder_of_a_gguf_file_or_above_is_chosen(
     for each in files:
         (snapshot / each.path).parent.mkdir(parents=True, exist_ok=True)
         (snapshot / each.path).touch()
-    beside = mmproj_beside(snapshot / files[0].path)
-    assert beside == (snapshot / chosen[0] if chosen else None)
+    if len(found) > 1:
+        with pytest.raises(UnusableModel, match="differ in more than the number type"):
+            mmproj_beside(snapshot / files[0].path)
+    else:
+        beside = mmproj_beside(snapshot / files[0].path)
+        assert beside == (snapshot / chosen[0] if chosen else None)
     if folder:  # a folder that is no snapshot may belong to many models
         assert mmproj_beside(snapshot.rename(tmp_path / "c") / files[0].path) is None
 

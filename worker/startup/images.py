@@ -62,7 +62,7 @@ def load_images(
         return ServedImages(None), limits
     if (files := found.files) is None:
         if found.cause:
-            log.warning("the mmproj file beside the model is not used: %s", found.cause)
+            log.warning("no mmproj file beside the model is used: %s", found.cause)
         elif found.reason:
             log.info("requests with images are refused: %s", found.reason)
         return ServedImages(without_encoder(found)), limits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +17,6 @@ from worker.spec.fields import parsed_json, read_json
 from worker.vision.encoder_files import CONFIG, TEXTS, DirectoryEncoder, EncoderFiles
 from worker.vision.mmproj import MmprojEncoder
 from worker.vision.mmproj_header import UNREADABLE
-
-log = logging.getLogger(__name__)
 
 IMAGE_TOKENS = {
     "idefics3": "image_token_id",
@@ -63,7 +60,7 @@ class FoundImages(NamedTuple):
 
     files    those of the image encoder; None: images are refused
     reason   why they are refused, for clients; "": the model reads text only
-    cause    why a file that was found is not used, with its path; "": none was found
+    cause    why no file that was found is used, with its path; "": none was found
     """
 
     files: EncoderFiles | None
@@ -87,11 +84,11 @@ def find_images(config: WorkerConfig) -> FoundImages:
                 remedy="serve without --mmproj",
             )
         return FoundImages(_directory_encoder(path))
-    found = Path(given) if given else mmproj_beside(path)
-    if found is None:
-        reads_images = architecture_at_start(path) in WITH_IMAGES
-        return FoundImages(None, NO_ENCODER if reads_images else "")
     try:
+        found = Path(given) if given else mmproj_beside(path)
+        if found is None:
+            reads_images = architecture_at_start(path) in WITH_IMAGES
+            return FoundImages(None, NO_ENCODER if reads_images else "")
         return FoundImages(MmprojEncoder(found, GGUFFile(path)))
     except UnusableModel as error:
         if given:
@@ -102,15 +99,14 @@ def find_images(config: WorkerConfig) -> FoundImages:
 
 
 def mmproj_beside(path: Path) -> Path | None:
-    """Return the mmproj file beside a GGUF file (`mmproj_files`); None if there is none, or if it
-    is not clear which one is the model's."""
+    """Return the mmproj file beside a GGUF file (`mmproj_files`); None if there is none. Raises
+    UnusableModel if it is not clear which one is the model's."""
     found = {each.name: each for each in mmproj_files(path)}
     best = best_mmproj(found)
     if best is None and found:
-        log.warning(
-            "the model is served without images, because the names of the mmproj files beside it "
-            "differ in more than the number type: %s; choose one with --mmproj",
-            ", ".join(sorted(found)),
+        raise UnusableModel(
+            "the names of the mmproj files beside the model differ in more than the number type: "
+            f"{', '.join(sorted(found))}; choose one with --mmproj"
         )
     return None if best is None else found[best]
 
