@@ -409,7 +409,7 @@ def test_a_chat_model_names_the_option(tmp_path_factory: pytest.TempPathFactory)
     with ScriptedEngine(address), GatewayProcess(engine=address) as gateway:
         gateway.await_ready()
         message = error_of(gateway.post(EMBEDDINGS, {"input": "a"}))["message"]
-        assert "serve it with --pooling last" in message
+        assert "or this one with --pooling mean or --pooling last" in message
 
 
 # ---- the laws
