@@ -18,11 +18,12 @@ from gateway.images.families import ImageFacts
 from gateway.images.model_images import ModelImages
 from gateway.images.processor import preprocessed
 from gateway.images.settings import CheckpointFiles
-from gateway.images.source import ImageSource, InvalidImage
+from gateway.images.source import ImageSource
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.worker import WorkerConfig
 from protocol.engine.attachments import attachment_digest
 from protocol.shared.mmproj import ENCODED_ARCHITECTURES, ENCODED_KINDS
+from protocol.wire.errors import InvalidImage
 from tests.support.image_engine import ImageEngine
 from tests.support.image_models import picture
 from tests.support.mmproj_files import write_mmproj, write_text
@@ -464,7 +465,7 @@ def test_only_a_fitting_file_beside_the_model_is_used(idefics: TinyVision, tmp_p
 def test_images_of_a_model_without_its_encoder_are_refused_with_the_remedy(
     model_of: Made, tmp_path: Path
 ) -> None:
-    model = shutil.copy(gguf_of(model_of(QWEN)), tmp_path)
+    model = str(shutil.copy(gguf_of(model_of(QWEN)), tmp_path))
     card = assemble(WorkerConfig(model=model, kv_blocks=9), StartupTiming()).ready.model
     images = ModelImages(card, Tokenizer(card), None)
     with pytest.raises(InvalidImage, match=r"no image encoder .* give the file with --mmproj"):
