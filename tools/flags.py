@@ -189,11 +189,9 @@ class PrintHelp(argparse.Action):
     """Prints the help of a command, and exits. With the value "all" the help has all options."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, _options: Any, value: Any, name: Any = None
+        self, parser: argparse.ArgumentParser, _options: Any, value: Any, _name: Any = None
     ) -> None:
         assert isinstance(parser, OneLineParser)
-        if value and (option := f"{name}{value}") in OPTIONS:
-            parser.refuse([option], OPTIONS)  # argparse reads llama.cpp's -hf as -h with a value
         print(parser.format_help(is_whole=value == ALL), end="")
         parser.exit()
 
@@ -210,6 +208,15 @@ class OneLineParser(argparse.ArgumentParser):
             *("-h", "--help"), action=PrintHelp, nargs=0, help="show this help message and exit"
         )
         self._rare: frozenset[str] = frozenset()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the words of a command. Refuse llama.cpp's -hf and its like, which argparse would
+        read as -h with a value."""
+        if self._subparsers is None:
+            foreign = [word for word in args or () if word.startswith("-h") and word in OPTIONS]
+            if foreign:
+                self.refuse(foreign, OPTIONS)
+        return super().parse_known_args(args, namespace)
 
     @property
     def actions(self) -> Sequence[argparse.Action]:
@@ -251,9 +258,6 @@ class OneLineParser(argparse.ArgumentParser):
         self.error("; ".join(messages))
 
     def error(self, message: str) -> NoReturn:
-        taken = re.fullmatch(r"argument -h/--help: ignored explicit argument '(\w+)'", message)
-        if taken and (option := f"-h{taken[1]}") in OPTIONS:
-            self.refuse([option], OPTIONS)
         message = re.sub(r"^argument (-[^:]+):", r"\1", message)
         for action in self._actions:
             name = action.metavar or action.dest
