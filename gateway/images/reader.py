@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 from gevent.event import AsyncResult
+from gevent.lock import BoundedSemaphore
 
 from gateway.images.families import ImageFacts
 from gateway.images.limits import MAX_FETCH_S, MAX_PROCESS_S
@@ -85,6 +86,9 @@ class ImageReader:
     ) -> None:
         self._fetcher = fetcher
         self._offload = offload
+        #: Held by the image that a thread decodes from base64. Several threads would not be faster,
+        #: as they need the interpreter's lock, and would each delay all other requests.
+        self._decoding = BoundedSemaphore(1)
         self._process = SandboxProcess(
             cpu_s=CPU_S,
             memory_bytes=MEMORY_BYTES,
@@ -187,7 +191,10 @@ class ImageReader:
             return data, hashlib.sha256(data).hexdigest()
 
         size = len(source.url) + len(source.base64) + len(source.data)
-        return work() if size < _INLINE_BYTES else self._offload(work)
+        if size < _INLINE_BYTES:
+            return work()
+        with self._decoding:
+            return self._offload(work)
 
     def _processed(
         self, file: bytes, source: ImageSource, settings: ProcessorSettings, times: ImageTimes
