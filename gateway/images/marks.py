@@ -96,16 +96,17 @@ def marked_images(messages: Sequence[Any], param: str, *, reads_parts: bool) -> 
         content = []
         for place, part in enumerate(parts):
             if is_found(part):
-                sources.append(source_of(part, f"{at}.content[{place}]"))
+                source = source_of(part, f"{at}.content[{place}]")
+                if len(sources) == MAX_IMAGES:
+                    raise InvalidImage.at(
+                        source.param, f"a request has at most {MAX_IMAGES} images"
+                    )
+                sources.append(source)
                 part = {"type": "text", "text": mark}
             content.append(part)
         return {**message, "content": content}
 
     marked = [marked_message(message, f"{param}[{i}]") for i, message in enumerate(messages)]
-    if len(sources) > MAX_IMAGES:
-        raise InvalidImage.at(
-            sources[MAX_IMAGES].param, f"a request has at most {MAX_IMAGES} images"
-        )
     return MarkedImages(marked, sources, mark)
 
 

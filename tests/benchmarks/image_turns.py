@@ -26,16 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import requests
+import tokenizers
 
 from tests.benchmarks.peers.servers import Competitor, running
 from tests.support.image_checkpoint import write_smolvlm
-from tests.support.image_models import picture
+from tests.support.image_models import SMOLVLM, picture
 
 BLOCK_TOKENS = 16
 ANSWER_TOKENS = 24
 IMAGE_TURNS = (0, 3, 6)
 IMAGE_SIZES = ((1024, 768), (640, 960), (900, 900))
 MAX_RATIO = 1.3
+WORD = tokenizers.Tokenizer.from_buffer(SMOLVLM.tokenizer_json).token_to_id("\u0120the")
+"""The token of each answer: " the". Other answers of a random model are tokenised in another way
+than they were generated, so that the next turn would compute them again."""
 TEXT = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -65,8 +69,7 @@ class ImageTurn:
     first_s    seconds from the request to the first token
     prompt     tokens of the prompt
     computed   how many of them were not found in the prefix cache
-    new        tokens that the prompt before did not have. The answer to it is among them: a random
-               model's text is tokenised in another way than it was generated
+    new        tokens that the turn before did not have: neither in its prompt nor in its answer
     """
 
     first_s: float
@@ -112,13 +115,14 @@ def chat(url: str, number: int, has_images: bool, turns: int) -> list[ImageTurn]
             "max_tokens": ANSWER_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
+            "logit_bias": {str(WORD): 100},
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         text, first_s, usage = streamed(f"{url}/v1/chat/completions", body)
         messages.append({"role": "assistant", "content": text})
         prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
-        before = found[-1].prompt if found else 0
+        before = found[-1].prompt + ANSWER_TOKENS if found else 0
         found.append(ImageTurn(first_s, prompt, prompt - cached, prompt - before))
     return found
 

@@ -1,5 +1,5 @@
-"""What the readers of mmproj files share: the header of a file, and how it stores tensors. Needs no
-torch."""
+"""The part that is the same for all kinds of mmproj files: their header, and how they store
+tensors. It works without torch."""
 
 from __future__ import annotations
 

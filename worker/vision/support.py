@@ -56,11 +56,11 @@ NO_ENCODER = (
 
 
 class FoundImages(NamedTuple):
-    """What the files of a model have for images.
+    """The image encoder of a model, or why it has none.
 
-    files    those of the image encoder; None: images are refused
-    reason   why they are refused, for clients; "": the model reads text only
-    cause    why no file that was found is used, with its path; "": none was found
+    files    the encoder's files; None: images are refused
+    reason   why images are refused, for clients; "": the model reads text only
+    cause    why an mmproj file that was found is not used, with its path; "": none was found
     """
 
     files: EncoderFiles | None
