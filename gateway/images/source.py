@@ -29,8 +29,8 @@ _DATA = "data:"
 _BLANKS = b" \t\n\r\v\f"
 _MAX_HEAD_CHARS = 512
 """Most characters of a data: URL before its content."""
-_PIECE_CHARS = 1 << 20
-"""Characters that are decoded at a time, a multiple of 4. Other threads run in between."""
+_PIECE_CHARS = 1 << 18
+"""Characters that are decoded at a time. Other threads run in between."""
 
 
 NOTE = "[image left out: this model reads text only]"
@@ -201,15 +201,19 @@ def decoded_bytes(source: ImageSource) -> bytes:
 def from_base64(text: str) -> bytes:
     """Return the bytes of a text in base64, which may have blanks. Raises binascii.Error or
     UnicodeEncodeError."""
-    pieces = [text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS)]
-    clean = b"".join([piece.encode("ascii").translate(None, _BLANKS) for piece in pieces])
-    data = bytearray()
-    for at in range(0, len(clean), _PIECE_CHARS):
-        piece = base64.b64decode(clean[at : at + _PIECE_CHARS], validate=True)
-        data += piece
-        if at + _PIECE_CHARS < len(clean) and len(piece) < _PIECE_CHARS // 4 * 3:
+    found: list[bytes] = []
+    rest, has_ended = b"", False
+    for at in range(0, len(text), _PIECE_CHARS):
+        letters = rest + text[at : at + _PIECE_CHARS].encode("ascii").translate(None, _BLANKS)
+        if letters and has_ended:
             raise binascii.Error("Excess data after padding")
-    return bytes(data)
+        end = len(letters) // 4 * 4
+        found.append(base64.b64decode(letters[:end], validate=True))
+        rest, has_ended = letters[end:], has_ended or len(found[-1]) < end // 4 * 3
+    if rest and has_ended:
+        raise binascii.Error("Excess data after padding")
+    found.append(base64.b64decode(rest, validate=True))
+    return b"".join(found)
 
 
 def _why(error: Exception) -> str:
