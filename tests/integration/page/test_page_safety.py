@@ -106,7 +106,7 @@ def test_markdown_is_rendered(visit: Visitor) -> None:
         formula.replaceChildren(formula.querySelector("annotation").textContent);
       return [...whole.element.children].map((group) => group.innerHTML).join("")
         .replace(/<button.*?<.button>/g, "")
-        .replace(/ (target|rel|tabindex|role|aria-label|class)="[^"]*"/g, "");
+        .replace(/ (target|rel|tabindex|role|aria-label|class|data-last)="[^"]*"/g, "");
     }"""
     for text, html in MARKDOWN:
         assert page.evaluate(render, text) == html, text

@@ -6,13 +6,18 @@ error, ask no other host, and do not violate the content security policy.
 
 from __future__ import annotations
 
+import json
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.integration.page.conftest import Visitor
 from tests.support.browser import await_answer, send, set_max_tokens
 from tests.support.scripted_engine import ScriptedEngine, text_reply
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 INTEGRAL = r"$$\int_0^1 x\,dx$$"
 
@@ -232,6 +237,36 @@ def test_a_long_answer_costs_work_in_proportion_to_its_length(visit: Visitor, ki
         assert streamed == whole
     assert factors[400] < 2 * factors[50]
     assert factors[400] < 20
+
+
+STREAM = """async (parts) => {
+  const { MarkdownView } = await import("/web/markdown.js");
+  const view = new MarkdownView();
+  document.querySelector("main").append(view.element);
+  let shown = "";
+  for (const part of parts) {
+    view.update((shown += part));
+    view.element.lastElementChild.lastElementChild.scrollIntoView({ block: "end" });
+    await new Promise(requestAnimationFrame);
+  }
+  return view.element.querySelectorAll("*").length;
+}"""
+
+
+def test_the_elements_of_a_finished_part_are_not_styled_again(
+    visit: Visitor, browser: Browser
+) -> None:
+    """Neither when another part follows, nor when another group of parts begins."""
+    page = visit().open()
+    parts = [f"{'`word` *word* ' * 20} {number}\n\n" for number in range(100)]
+    browser.start_tracing(page=page, categories=["devtools.timeline"])
+    num_elements = page.evaluate(STREAM, parts)
+    events = json.loads(browser.stop_tracing())["traceEvents"]
+    num_styled = sum(
+        event["args"]["elementCount"] for event in events if event["name"] == "UpdateLayoutTree"
+    )
+    assert num_elements > 4000
+    assert num_elements <= num_styled < 1.5 * num_elements
 
 
 def test_long_lines_are_wrapped_in_all_blocks_until_the_button_is_pressed_again(
