@@ -269,6 +269,31 @@ def test_the_elements_of_a_finished_part_are_not_styled_again(
     assert num_elements <= num_styled < 1.5 * num_elements
 
 
+def test_an_answer_is_drawn_once_in_each_frame(visit: Visitor) -> None:
+    """In a hidden tab, which has no frames, it is drawn now and then."""
+    visitor = visit()
+    visitor.page.clock.install()
+    page = visitor.open()
+    page.evaluate(
+        """async () => {
+          const { oncePerFrame } = await import("/web/dom.js");
+          window.drawn = [];
+          let numFrames = 0;
+          const count = () => { numFrames += 1; requestAnimationFrame(count); };
+          count();
+          const draw = oncePerFrame(() => window.drawn.push(numFrames));
+          setInterval(draw, 1);
+        }"""
+    )
+    page.clock.run_for(1000)
+    drawn = page.evaluate("window.drawn")
+    assert len(drawn) > 50
+    assert len(set(drawn)) == len(drawn)
+    page.evaluate("window.requestAnimationFrame = () => 0; window.drawn = []")
+    page.clock.run_for(1000)
+    assert 3 <= page.evaluate("window.drawn.length") <= 5
+
+
 def test_long_lines_are_wrapped_in_all_blocks_until_the_button_is_pressed_again(
     visit: Visitor, engine: ScriptedEngine
 ) -> None:
