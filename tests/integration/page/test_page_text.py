@@ -269,6 +269,43 @@ def test_the_elements_of_a_finished_part_are_not_styled_again(
     assert num_elements <= num_styled < 1.5 * num_elements
 
 
+LINES = "".join(f"x{number} = call({number})  # comment\n" for number in range(1200))
+SELECTED = (
+    "part => { getSelection().selectAllChildren(part); return getSelection().toString().trim(); }"
+)
+
+
+@pytest.mark.parametrize("language", ["", "python"])
+def test_long_code_is_laid_out_in_parts_and_copied_as_a_whole(
+    visit: Visitor, language: str
+) -> None:
+    """The coloured part is longer than the others, but does not grow any more."""
+    page = visit().open()
+    page.evaluate(STREAM, [f"```{language}\n", *LINES.splitlines(keepends=True), "```\n"])
+    if language:
+        page.locator(".hl-comment").first.wait_for()
+    parts = page.locator("pre .lines").all_text_contents()
+    assert "".join(parts) == LINES.rstrip()
+    assert max(map(len, parts[1:])) < 4100
+    assert language == "" or parts[0].count("#") == page.locator(".hl-comment").count()
+    assert page.locator("pre").evaluate(SELECTED) == LINES.rstrip()
+
+
+def test_long_reasoning_is_laid_out_in_parts_and_copied_as_a_whole(
+    visit: Visitor, engine: ScriptedEngine
+) -> None:
+    replies(engine, f"<think>\n{LINES}</think>\n\nThe end.", size=97)
+    page = visit().open()
+    set_max_tokens(page, 100_000)
+    send(page, "Think.")
+    await_answer(page, "The end.")
+    page.get_by_text("Reasoning", exact=True).click()
+    parts = page.locator(".thought .lines").all_text_contents()
+    assert "".join(parts).strip() == LINES.rstrip()
+    assert max(map(len, parts)) < 4100
+    assert page.locator(".thought").evaluate(SELECTED) == LINES.rstrip()
+
+
 def test_an_answer_is_drawn_once_in_each_frame(visit: Visitor) -> None:
     """In a hidden tab, which has no frames, it is drawn now and then."""
     visitor = visit()
