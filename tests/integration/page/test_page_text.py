@@ -38,7 +38,7 @@ def test_formulas_are_set_while_an_answer_is_streamed(
     )
     assert page.locator(".formula.display annotation").text_content() == r"\int_0^1 x\,dx"
     assert "$$" not in page.locator(".answer .markdown").inner_text()
-    assert page.evaluate("document.fonts.check('16px KaTeX_Math')")
+    page.wait_for_function("() => document.fonts.check('16px KaTeX_Math')")
 
 
 def test_katex_is_loaded_for_the_first_formula_only(visit: Visitor, engine: ScriptedEngine) -> None:
