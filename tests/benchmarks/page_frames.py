@@ -9,7 +9,10 @@ tables and code), `paragraphs`, `list`, `table`, `code`, and `line`, which never
 The result has the CPU time of the browser's main thread in its tasks, from a trace. A frame is at
 most one task: scripts, styles, layout and what is recorded for painting. CPU time does not count
 what other programs do on the machine meanwhile. The intervals between frames, which are printed as
-well, do.
+well, do. The longest tasks are listed with the parts that took most of their time.
+
+Nothing asks the page anything while the answer is streamed: a question of Playwright is a task too.
+It searches the whole page for the elements of a locator, which takes 40 ms in a long answer.
 
 This is a measurement, not a test. The work is counted in
 tests/integration/page/test_page_text.py.
@@ -18,10 +21,13 @@ tests/integration/page/test_page_text.py.
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +45,17 @@ FRAME_MS = 50.0
 """A longer frame is seen as a stutter."""
 LAST = "This is the last line."
 TASK = "RunTask"
-CATEGORIES = ["disabled-by-default-devtools.timeline", "__metadata"]
+SOURCE = "ThreadControllerImpl::RunTask"
+"""An event in each task, with the function that has posted the task."""
+CATEGORIES = [
+    "disabled-by-default-devtools.timeline",
+    "devtools.timeline",
+    "toplevel",
+    "v8",
+    "__metadata",
+]
+NUM_LONGEST = 5
+NUM_PARTS, MIN_PART_MS = 4, 1.0
 
 WATCH_FRAMES = """() => {
   window.gaps = [];
@@ -51,6 +67,13 @@ WATCH_FRAMES = """() => {
   };
   requestAnimationFrame(next);
 }"""
+AWAIT_END = """(limitMs) => new Promise((done, fail) => {
+  const answer = document.querySelector(".message.answer");
+  const look = () => answer.getAttribute("aria-busy") === "false" && done();
+  setTimeout(() => fail(new Error("the answer has no end")), limitMs);
+  new MutationObserver(look).observe(answer, { attributeFilter: ["aria-busy"] });
+  look();
+})"""
 
 
 def section(number: int) -> str:
@@ -103,23 +126,75 @@ def answer(kind: str, num_chars: int) -> str:
     raise AssertionError("count() has no end")
 
 
-def main_thread_tasks(trace: bytes) -> list[float]:
-    """Return the CPU milliseconds of each task of the page's main thread.
+@dataclass(slots=True)
+class PageTask:
+    """A task of the page's main thread.
+
+    at_s      when it began, in seconds since the first one
+    cpu_ms    CPU time
+    parts_ms  what happened in it -> the CPU time of that, less the time of other parts inside it
+    """
+
+    at_s: float
+    cpu_ms: float
+    parts_ms: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        most = self.parts_ms.most_common(NUM_PARTS)
+        parts = [f"{name} {ms:.1f}" for name, ms in most if ms > MIN_PART_MS]
+        return f"at {self.at_s:.1f} s: {self.cpu_ms:.1f} ms: {', '.join(parts)}"
+
+
+def main_thread_tasks(trace: bytes) -> list[PageTask]:
+    """Return the tasks of the page's main thread.
 
     trace    a trace of Chromium, as JSON
     """
     events: list[dict[str, Any]] = json.loads(trace)["traceEvents"]
-    threads = {
-        (event["pid"], event["tid"])
+    threads: dict[tuple[int, int], list[dict[str, Any]]] = {
+        (event["pid"], event["tid"]): []
         for event in events
         if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
     }
-    of_thread: dict[tuple[int, int], list[float]] = {thread: [] for thread in threads}
     for event in events:
-        thread = (event["pid"], event["tid"])
-        if thread in of_thread and event["name"] == TASK and "tdur" in event:
-            of_thread[thread].append(event["tdur"] / 1000)
-    return max(of_thread.values(), key=sum)
+        of_thread = threads.get((event["pid"], event["tid"]))
+        if of_thread is not None and "tdur" in event:
+            of_thread.append(event)
+    each = [tasks_of(of_thread) for of_thread in threads.values()]
+    return max(each, key=lambda tasks: sum(task.cpu_ms for task in tasks))
+
+
+def tasks_of(events: Iterable[dict[str, Any]]) -> list[PageTask]:
+    """Return the tasks of a thread, from its events. They contain each other."""
+    ordered = sorted(events, key=lambda event: (event["ts"], -event["dur"]))
+    tasks: list[PageTask] = []
+    around: list[tuple[float, str]] = []  # the ends and names of the events around the next one
+    for event in ordered:
+        start, cpu_ms = event["ts"], event["tdur"] / 1000
+        while around and around[-1][0] <= start:
+            around.pop()
+        if event["name"] == TASK and not around:
+            tasks.append(PageTask(at_s=(start - ordered[0]["ts"]) / 1e6, cpu_ms=cpu_ms))
+        elif not around:
+            continue  # an event between tasks
+        parts_ms = tasks[-1].parts_ms
+        if around:
+            parts_ms[around[-1][1]] -= cpu_ms
+        name = part_name(event)
+        parts_ms[name] += cpu_ms
+        around.append((start + event["dur"], name))
+    return tasks
+
+
+def part_name(event: dict[str, Any]) -> str:
+    """Return what an event is called in the list of the longest tasks."""
+    arguments = event.get("args", {})
+    if event["name"] == SOURCE:
+        function = arguments.get("src_func", "?").split("(")[0].split()[-1]
+        return f"(posted by {function} of {arguments.get('src_file')})"
+    if event["name"] == "FunctionCall":
+        return f"script, {arguments['data'].get('functionName') or 'a function without a name'}"
+    return str(event["name"])
 
 
 def measure(browser: Browser, gateway: GatewayProcess, wait_s: float) -> None:
@@ -134,13 +209,15 @@ def measure(browser: Browser, gateway: GatewayProcess, wait_s: float) -> None:
     started = time.monotonic()
     send(page, "Write a long answer.")
     page.locator(".message.answer[aria-busy=true]").wait_for()
-    page.locator(".message.answer[aria-busy=false]").wait_for(timeout=1000 * wait_s)
+    page.evaluate(AWAIT_END, 1000 * wait_s)
     took_s = time.monotonic() - started
     tasks = main_thread_tasks(browser.stop_tracing())
     gaps = page.evaluate("() => window.gaps")
     print(f"streamed in {took_s:.1f} s; {size_of(page)}")
-    print(row("CPU time of a task", tasks))
+    print(row("CPU time of a task", [task.cpu_ms for task in tasks]))
     print(row("time between two frames", gaps))
+    for task in heapq.nlargest(NUM_LONGEST, tasks, key=lambda task: task.cpu_ms):
+        print(f"  {task}")
     context.close()
 
 

@@ -1,7 +1,8 @@
 // A block of code: its language, its colours, and buttons that copy it and wrap its long lines.
 
 import { colour, isColoured, MAX_COLOURED_CHARS } from "./code-colours.js";
-import { copyButton, fill, h } from "./dom.js";
+import { copyButton, h } from "./dom.js";
+import { LineParts } from "./line-parts.js";
 
 const WRAP = "tidegate.wrap";
 /** While code grows, it is coloured again when it is longer by this factor, so the work for all of it
@@ -15,7 +16,8 @@ export class CodeBlock {
     this.language = language;
     this.text = "";
     this.numColoured = 0;
-    this.code = h("code");
+    const code = h("code");
+    this.parts = new LineParts(code);
     const head = h(
       "figcaption",
       {},
@@ -23,14 +25,14 @@ export class CodeBlock {
       wrapButton(),
       copyButton("Copy", () => this.text),
     );
-    this.element = h("figure", { class: "code" }, head, h("pre", { tabindex: 0 }, this.code));
+    this.element = h("figure", { class: "code" }, head, h("pre", { tabindex: 0 }, code));
   }
 
   /** Show `text` instead of the text shown so far. */
   update(text, isComplete = true) {
     const old = this.text;
     this.text = text;
-    if (text.startsWith(old)) this.code.append(text.slice(old.length));
+    if (text.startsWith(old)) this.parts.append(text.slice(old.length));
     else this.replace(text);
     if (!isColoured(this.language)) return;
     clearTimeout(this.pause);
@@ -40,7 +42,8 @@ export class CodeBlock {
 
   replace(text) {
     this.numColoured = 0;
-    fill(this.code, text);
+    this.parts.clear();
+    this.parts.append(text);
   }
 
   async colour() {
@@ -50,7 +53,10 @@ export class CodeBlock {
     const coloured = colour(text, this.language);
     const nodes = coloured instanceof Promise ? await coloured : coloured;
     // The code may have grown while the colours were loaded.
-    if (nodes && this.text.startsWith(text)) fill(this.code, nodes, this.text.slice(text.length));
+    if (!nodes || !this.text.startsWith(text)) return;
+    this.parts.clear();
+    this.parts.appendNodes(nodes, text);
+    this.parts.append(this.text.slice(text.length));
   }
 }
 

@@ -131,17 +131,17 @@ export function loadStyle(name) {
 
 /** Call `draw` at most once per frame, however often the returned function is called. */
 export function oncePerFrame(draw) {
-  let isPlanned = false;
+  let frame = null;
+  let timer = null;
+  const run = () => {
+    cancelAnimationFrame(frame);
+    clearTimeout(timer); // or it would draw between two of the next frames
+    timer = null;
+    draw();
+  };
   return () => {
-    if (isPlanned) return;
-    isPlanned = true;
-    const run = () => {
-      if (!isPlanned) return;
-      isPlanned = false;
-      draw();
-    };
-    requestAnimationFrame(run);
-    // A hidden tab has no frames.
-    setTimeout(run, 250);
+    if (timer !== null) return;
+    frame = requestAnimationFrame(run);
+    timer = setTimeout(run, 250); // A hidden tab has no frames.
   };
 }

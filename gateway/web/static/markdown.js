@@ -26,6 +26,7 @@ export class MarkdownView {
   constructor() {
     this.element = h("div", { class: "markdown" });
     this.groups = []; // Parts of GROUP_BLOCKS blocks each
+    this.last = null; // the element of the last block
     this.settled = ""; // the text of the blocks that will not change
     this.numSettled = 0;
     this.numChars = 0;
@@ -63,6 +64,17 @@ export class MarkdownView {
       group.update(own, (block) => renderBlock(block, 0), first % GROUP_BLOCKS);
       first = end;
     }
+    this.markLast();
+  }
+
+  /** Mark the last block for the style sheet. The browser would style all elements of a block, or of a
+   * group, again when `:last-child` no longer applies to it. */
+  markLast() {
+    const last = this.groups.at(-1)?.shown.at(-1)?.node ?? null;
+    if (last === this.last) return;
+    this.last?.removeAttribute("data-last");
+    last?.setAttribute("data-last", "");
+    this.last = last;
   }
 
   addGroup() {

@@ -5,6 +5,7 @@ import { errorBox } from "./api.js";
 import { tokensInWords } from "./attachments.js";
 import { codeBlock } from "./code-block.js";
 import { copyButton, fill, h, icon, iconButton } from "./dom.js";
+import { LineParts } from "./line-parts.js";
 import { MarkdownView } from "./markdown.js";
 import { TokensView } from "./tokens.js";
 
@@ -164,6 +165,7 @@ class AnswerView {
     this.picker = new VersionPicker((by) => actions.showVersion(message, by));
     this.showsTokens = Boolean(message.settings?.logprobs);
     this.thought = h("div", { class: "thought" });
+    this.thoughtParts = new LineParts(this.thought);
     this.shownThought = "";
     this.summary = h("summary", {}, "");
     this.reasoning = h("details", { class: "reasoning", hidden: true }, this.summary, this.thought);
@@ -226,9 +228,11 @@ class AnswerView {
   /** Append what has arrived of the reasoning. */
   drawThought() {
     const { reasoning } = this.message;
-    const { length } = this.shownThought;
-    if (!reasoning.startsWith(this.shownThought)) this.thought.textContent = reasoning;
-    else if (reasoning.length > length) this.thought.append(reasoning.slice(length));
+    if (!reasoning.startsWith(this.shownThought)) {
+      this.thoughtParts.clear();
+      this.shownThought = "";
+    }
+    this.thoughtParts.append(reasoning.slice(this.shownThought.length));
     this.shownThought = reasoning;
   }
 

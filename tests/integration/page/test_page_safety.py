@@ -104,9 +104,11 @@ def test_markdown_is_rendered(visit: Visitor) -> None:
       if (view.element.innerHTML !== html) throw new Error(`streamed: ${view.element.innerHTML}`);
       for (const formula of whole.element.querySelectorAll(".formula:has(.katex)"))
         formula.replaceChildren(formula.querySelector("annotation").textContent);
+      for (const part of whole.element.querySelectorAll(".lines"))
+        part.replaceWith(...part.childNodes);
       return [...whole.element.children].map((group) => group.innerHTML).join("")
         .replace(/<button.*?<.button>/g, "")
-        .replace(/ (target|rel|tabindex|role|aria-label|class)="[^"]*"/g, "");
+        .replace(/ (target|rel|tabindex|role|aria-label|class|data-last)="[^"]*"/g, "");
     }"""
     for text, html in MARKDOWN:
         assert page.evaluate(render, text) == html, text

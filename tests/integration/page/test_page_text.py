@@ -6,13 +6,18 @@ error, ask no other host, and do not violate the content security policy.
 
 from __future__ import annotations
 
+import json
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.integration.page.conftest import Visitor
 from tests.support.browser import await_answer, send, set_max_tokens
 from tests.support.scripted_engine import ScriptedEngine, text_reply
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 INTEGRAL = r"$$\int_0^1 x\,dx$$"
 
@@ -33,7 +38,7 @@ def test_formulas_are_set_while_an_answer_is_streamed(
     )
     assert page.locator(".formula.display annotation").text_content() == r"\int_0^1 x\,dx"
     assert "$$" not in page.locator(".answer .markdown").inner_text()
-    assert page.evaluate("document.fonts.check('16px KaTeX_Math')")
+    page.wait_for_function("() => document.fonts.check('16px KaTeX_Math')")
 
 
 def test_katex_is_loaded_for_the_first_formula_only(visit: Visitor, engine: ScriptedEngine) -> None:
@@ -232,6 +237,98 @@ def test_a_long_answer_costs_work_in_proportion_to_its_length(visit: Visitor, ki
         assert streamed == whole
     assert factors[400] < 2 * factors[50]
     assert factors[400] < 20
+
+
+STREAM = """async (parts) => {
+  const { MarkdownView } = await import("/web/markdown.js");
+  const view = new MarkdownView();
+  document.querySelector("main").append(view.element);
+  let shown = "";
+  for (const part of parts) {
+    view.update((shown += part));
+    view.element.lastElementChild.lastElementChild.scrollIntoView({ block: "end" });
+    await new Promise(requestAnimationFrame);
+  }
+  return view.element.querySelectorAll("*").length;
+}"""
+
+
+def test_the_elements_of_a_finished_part_are_not_styled_again(
+    visit: Visitor, browser: Browser
+) -> None:
+    """Neither when another part follows, nor when another group of parts begins."""
+    page = visit().open()
+    parts = [f"{'`word` *word* ' * 20} {number}\n\n" for number in range(100)]
+    browser.start_tracing(page=page, categories=["devtools.timeline"])
+    num_elements = page.evaluate(STREAM, parts)
+    events = json.loads(browser.stop_tracing())["traceEvents"]
+    num_styled = sum(
+        event["args"]["elementCount"] for event in events if event["name"] == "UpdateLayoutTree"
+    )
+    assert num_elements > 4000
+    assert num_elements <= num_styled < 1.5 * num_elements
+
+
+LINES = "".join(f"x{number} = call({number})  # comment\n" for number in range(1200))
+SELECTED = (
+    "part => { getSelection().selectAllChildren(part); return getSelection().toString().trim(); }"
+)
+
+
+@pytest.mark.parametrize("language", ["", "python"])
+def test_long_code_is_laid_out_in_parts_and_copied_as_a_whole(
+    visit: Visitor, language: str
+) -> None:
+    """The coloured part is longer than the others, but does not grow any more."""
+    page = visit().open()
+    page.evaluate(STREAM, [f"```{language}\n", *LINES.splitlines(keepends=True), "```\n"])
+    if language:
+        page.locator(".hl-comment").first.wait_for()
+    parts = page.locator("pre .lines").all_text_contents()
+    assert "".join(parts) == LINES.rstrip()
+    assert max(map(len, parts[1:])) < 4100
+    assert language == "" or parts[0].count("#") == page.locator(".hl-comment").count()
+    assert page.locator("pre").evaluate(SELECTED) == LINES.rstrip()
+
+
+def test_long_reasoning_is_laid_out_in_parts_and_copied_as_a_whole(
+    visit: Visitor, engine: ScriptedEngine
+) -> None:
+    replies(engine, f"<think>\n{LINES}</think>\n\nThe end.", size=97)
+    page = visit().open()
+    set_max_tokens(page, 100_000)
+    send(page, "Think.")
+    await_answer(page, "The end.")
+    page.get_by_text("Reasoning", exact=True).click()
+    parts = page.locator(".thought .lines").all_text_contents()
+    assert "".join(parts).strip() == LINES.rstrip()
+    assert max(map(len, parts)) < 4100
+    assert page.locator(".thought").evaluate(SELECTED) == LINES.rstrip()
+
+
+def test_an_answer_is_drawn_once_in_each_frame(visit: Visitor) -> None:
+    """In a hidden tab, which has no frames, it is drawn now and then."""
+    visitor = visit()
+    visitor.page.clock.install()
+    page = visitor.open()
+    page.evaluate(
+        """async () => {
+          const { oncePerFrame } = await import("/web/dom.js");
+          window.drawn = [];
+          let numFrames = 0;
+          const count = () => { numFrames += 1; requestAnimationFrame(count); };
+          count();
+          const draw = oncePerFrame(() => window.drawn.push(numFrames));
+          setInterval(draw, 1);
+        }"""
+    )
+    page.clock.run_for(1000)
+    drawn = page.evaluate("window.drawn")
+    assert len(drawn) > 50
+    assert len(set(drawn)) == len(drawn)
+    page.evaluate("window.requestAnimationFrame = () => 0; window.drawn = []")
+    page.clock.run_for(1000)
+    assert 3 <= page.evaluate("window.drawn.length") <= 5
 
 
 def test_long_lines_are_wrapped_in_all_blocks_until_the_button_is_pressed_again(
