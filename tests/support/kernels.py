@@ -17,6 +17,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from tests.support.gguf_files import SCALES
+from tests.support.hashed import hashed, hashed_normal
 from worker.checkpoint.gguf_file import GGMLType
 from worker.checkpoint.quant_blocks import BlockKind, QuantBlocks
 from worker.device.cpuinfo import cpu_flags
@@ -47,16 +48,16 @@ def native_kernels(name: str | None = None) -> NativeKernels:
 def random_blocks(kind: BlockKind, outputs: int, inputs: int, seed: int = 0) -> QuantBlocks:
     """Return random quantised blocks. Their scales have both signs and about the sizes in SCALES.
     Those of MXFP4, which are powers of two, are positive."""
-    random = np.random.default_rng(seed)
     items, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
-    raw = random.integers(0, 256, (outputs, inputs // items, num_bytes)).astype(np.uint8)
+    raw = hashed(outputs, inputs // items, num_bytes, seed=seed).astype(np.uint8)
     room = raw[:, :, kind.scale_bytes]
     if kind is BlockKind.MXFP4:
-        room[:] = random.integers(118, 123, room.shape)
+        room[:] = 118 + room % 5
         return QuantBlocks(kind, raw)
     shape = (*room.shape[:2], room.shape[2] // 2)
-    scales = random.normal(0, SCALES.get(GGMLType[kind.name], 0.01), shape).astype(np.float16)
-    room[:] = scales.view(np.uint8)
+    spread = np.float32(SCALES.get(GGMLType[kind.name], 0.01))
+    scales = hashed_normal(*shape, seed=~seed & 0xFFFFFFFF) * spread
+    room[:] = scales.astype(np.float16).view(np.uint8)
     return QuantBlocks(kind, raw)
 
 
@@ -68,8 +69,8 @@ def dequantised(blocks: QuantBlocks) -> Tensor:
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+    """Return random numbers, about normally distributed, which have the same bits everywhere."""
+    return (torch.from_numpy(hashed_normal(*shape, seed=seed)) * scale).to(dtype)
 
 
 def assert_near(ours: Tensor, theirs: Tensor, **more: Any) -> None:

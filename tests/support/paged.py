@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.hashed import hashed_order
+from tests.support.kernels import randn
 from worker.attention.base import Attention, AttentionBatch
 from worker.kv.cache import KVCache
 from worker.kv.rounding import round_heads
@@ -56,8 +58,7 @@ def _padded(tables: Sequence[Sequence[int]], width: int) -> Tensor:
 
 def scattered(num_blocks: int, *sizes: int, seed: int = 0) -> list[list[int]]:
     """Return a list of `size` random blocks for each size, without repeats or the null block."""
-    generator = torch.Generator().manual_seed(seed)
-    order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    order = [place + 1 for place in hashed_order(num_blocks - 1, seed)]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [order[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
@@ -67,7 +68,8 @@ class PagedCase:
     """Rows of one step, and a cache with their keys and values.
 
     Everything else in the cache is NaN. If `zeroed`, the positions of a row's blocks that the row
-    does not attend to are zero instead. `kv_dtype` is the dtype of the cache.
+    does not attend to are zero instead. `kv_dtype` is the dtype of the cache. If `is_latent`, it
+    has no values, and its keys are read as values.
     """
 
     rows: list[PagedRow]
@@ -78,36 +80,38 @@ class PagedCase:
     dtype: torch.dtype
     zeroed: bool
     kv_dtype: torch.dtype
+    is_latent: bool = False
 
     def cache(self) -> KVCache:
         taken = [block for row in self.rows for block in row.blocks]
         size = (1, max(taken) + 3, self.block_tokens, self.kv_heads, self.head_dim)
-        cache = KVCache(*size, self.kv_dtype, torch.device("cpu"))
+        cache = KVCache(*size, self.kv_dtype, torch.device("cpu"), is_latent=self.is_latent)
         for tensor in (cache.k, cache.v):
             nan = torch.full((*tensor.shape[:-1], self.head_dim), float("nan"))
             tensor.copy_(round_heads(nan) if cache.is_rounded else nan)
         if self.zeroed:
             cache.zero(torch.tensor([0, *taken]))
-        generator = torch.Generator().manual_seed(3)
-        for row in self.rows:
+        for number, row in enumerate(self.rows):
             shape = (row.computed + row.count, self.kv_heads, self.head_dim)
             slots = attention_batch(
                 [PagedRow(0, shape[0], row.blocks)], self.block_tokens
             ).slot_mapping
-            k, v = (torch.randn(shape, generator=generator).to(self.dtype) for _ in "kv")
-            cache.write(0, k, v, slots)
+            k, v = (
+                randn(*shape, dtype=self.dtype, seed=100 + 2 * number + part) for part in (0, 1)
+            )
+            cache.write(0, k, None if self.is_latent else v, slots)
         return cache
 
     def queries(self) -> Tensor:
         shape = (sum(row.count for row in self.rows), self.heads, self.head_dim)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(self.dtype)
+        return randn(*shape, dtype=self.dtype, seed=4)
 
     def batch(self, padding: int = 0) -> AttentionBatch:
         return attention_batch(self.rows, self.block_tokens, padding=padding)
 
     def sinks(self) -> Tensor:
         """Return sinks [H], some of which outweigh all keys together."""
-        return torch.randn(self.heads, generator=torch.Generator().manual_seed(5)) * 4
+        return randn(self.heads, dtype=torch.float32, seed=5, scale=4.0)
 
     def seen_ends(self, run: int) -> Tensor:
         """Return the `seen_ends` of a step that has a run of up to `run` tokens in every 2 * `run`
@@ -146,11 +150,12 @@ def case_of(
     dtype: torch.dtype = torch.float32,
     zeroed: bool = False,
     kv_dtype: torch.dtype | None = None,
+    is_latent: bool = False,
 ) -> PagedCase:
     """Return a case with the given (computed, count) rows, decode rows first."""
     sizes = [-(-sum(row) // block_tokens) for row in rows]
     blocks = scattered(sum(sizes) + 5, *sizes)
     placed = [PagedRow(*row, own) for row, own in zip(rows, blocks, strict=True)]
-    return PagedCase(
-        placed, kv_heads * group, kv_heads, head_dim, block_tokens, dtype, zeroed, kv_dtype or dtype
-    )
+    heads = kv_heads * group, kv_heads
+    stored = kv_dtype or dtype
+    return PagedCase(placed, *heads, head_dim, block_tokens, dtype, zeroed, stored, is_latent)

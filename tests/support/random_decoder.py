@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from protocol.config.worker import WeightForm
-from tests.support.kernels import random_blocks
+from tests.support.kernels import randn, random_blocks
 from worker.checkpoint.quant_blocks import BlockKind, QuantBlocks
 from worker.kernels.base import Kernels
 from worker.kernels.native import NativeKernels
@@ -18,7 +18,7 @@ from worker.loading.weights import load_weights
 from worker.models.decoder import DecoderModel
 from worker.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
 from worker.spec.rope_config import RopeConfig
-from worker.spec.tensor_names import names_of
+from worker.spec.tensor_names import TensorNames, names_of
 from worker.spec.tensors import ModelTensors
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB = 96, 6, 2, 32, 160, 70
@@ -37,10 +37,13 @@ ROLES = {
             *("mamba_norm", "mamba_output"),
             *("lru_x", "lru_gate", "lru_conv", "lru_input_gate", "lru_decay_gate", "lru_decay"),
             *("lru_output", "conv_in", "conv", "conv_out"),
-            *("shared_gate", "shared_up", "shared_down", "shared_score"),
+            *("shared_gate", "shared_up", "shared_down", "shared_score", "choice_bias"),
+            *("query_down", "query_norm", "query_up", "latent_down", "latent_norm"),
+            *("key_up", "value_up", "mamba_made", "mamba_step"),
         )
     },
 }
+NAMES = names_of(ROLES)
 
 
 class RandomTensors:
@@ -48,13 +51,9 @@ class RandomTensors:
     All numbers are exact in bfloat16."""
 
     def read_into(self, name: str, target: Tensor, index: int | None = None) -> None:
-        values = self.drawn(target.shape, zlib.crc32(f"{name} {index}".encode()))
+        values = randn(*target.shape, dtype=torch.float32, seed=_seed_of(name, index))
         is_norm = "norm" in name and name.endswith("weight")
         target.copy_((values * 0.1 + 1 if is_norm else values * 0.15).bfloat16())
-
-    def drawn(self, shape: torch.Size, seed: int) -> Tensor:
-        """Return random numbers with a mean of 0 and a deviation of 1."""
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
         return None
@@ -69,7 +68,11 @@ class RandomBlocks(RandomTensors):
 
     def blocks(self, name: str, index: int | None = None) -> QuantBlocks | None:
         rows, columns = self._shapes[name][-2:]
-        return random_blocks(self._kind, rows, columns, seed=zlib.crc32(f"{name} {index}".encode()))
+        return random_blocks(self._kind, rows, columns, seed=_seed_of(name, index))
+
+
+def _seed_of(name: str, index: int | None) -> int:
+    return zlib.crc32(f"{name} {index}".encode())
 
 
 def attention(**changes: Any) -> AttentionSpec:
@@ -93,15 +96,15 @@ def random_decoder(
     dtype: torch.dtype,
     kind: BlockKind | None = None,
     *,
-    source: type[RandomBlocks] = RandomBlocks,
+    names: TensorNames = NAMES,
 ) -> DecoderModel:
     """Return a decoder with packed weights for compiled kernels, else with dense ones. With `kind`,
-    the weights are quantised blocks of `source`, and their inputs are rounded to eight bits."""
+    the weights are quantised blocks, and their inputs are rounded to eight bits."""
     form: WeightForm = "packed" if isinstance(kernels, NativeKernels) else "dense"
-    tensors = ModelTensors(spec, names_of(ROLES))
+    tensors = ModelTensors(spec, names)
     weights = load_weights(
         tensors,
-        RandomTensors() if kind is None else source(tensors, kind),
+        RandomTensors() if kind is None else RandomBlocks(tensors, kind),
         dtype=dtype,
         device=torch.device("cpu"),
         layout=layout(kernels, form, dtype, "bfloat16" if kind is None else "int8"),

@@ -1,13 +1,15 @@
-"""Proves that the test of the same bits finds a kernel that sums in another order.
+"""Proves that the tests of the same bits find a kernel that sums in another order.
 
     python -m tests.torture.mutated_kernels [--only "prefill scores"]
 
 Each mutation puts one kernel back to an order of sums that depends on how a position is computed.
 The kernels are compiled with it in a temporary folder, for the best instruction set of this
 machine, and tests/differential/test_same_bits.py runs on them, for small models. It must fail.
-It must pass on the unchanged source, which is compiled in the same way. The command prints a row
-for each mutation, and exits with 1 if there is a complaint. Mutations of code that this processor
-cannot run are left out. It takes minutes, and needs a C++ compiler.
+It must pass on the unchanged source, which is compiled in the same way. Other mutations change the
+order in the same way for all positions: with these, the golden numbers of
+tests/unit/test_kernel_bits.py must differ. The command prints a row for each mutation, and exits
+with 1 if there is a complaint. Mutations of code that this processor cannot run are left out. It
+takes minutes, and needs a C++ compiler.
 `tests/unit/test_mutated_kernels.py` checks that each text is still in the source.
 """
 
@@ -183,6 +185,95 @@ MUTATIONS = (
             (
                 "sums[m][j] = fused(scale, __builtin_convertvector(whole, Floats), sums[m][j]);",
                 "sums[m][j] += scale * __builtin_convertvector(whole, Floats);",
+            ),
+        ),
+        is_golden=True,
+    ),
+    Mutation(
+        "exponential: the last product is rounded before it is added",
+        "functions.h",
+        (("p = fused(p * rest, rest, rest) + 1.0f;", "p = p * rest * rest + rest + 1.0f;"),),
+        is_golden=True,
+    ),
+    Mutation(
+        "convolutions: the latest token first",
+        "convolution.h",
+        (
+            (
+                "for (int64_t tap = 0; tap < conv.kernel; tap++) {",
+                "for (int64_t tap = conv.kernel - 1; tap >= 0; tap--) {",
+            ),
+        ),
+        is_golden=True,
+    ),
+    Mutation(
+        "gated delta: products are rounded before they are added",
+        "gated_delta.h",
+        (("result[j] = fused(x, query, result[j]);", "result[j] += x * query;"),),
+        is_golden=True,
+    ),
+    Mutation(
+        "Mamba 1: the input is rounded before it is added",
+        "mamba1.h",
+        (
+            (
+                "fused(splat(added), load_first(b + j, rest), load_first(s + j, rest) * factor);",
+                "splat(added) * load_first(b + j, rest) + load_first(s + j, rest) * factor;",
+            ),
+        ),
+        is_golden=True,
+    ),
+    Mutation(
+        "Mamba 2: the last columns first",
+        "mamba2.h",
+        (
+            (
+                "for (int64_t i = 0; i < size; i += SUMS)",
+                "for (int64_t i = size - SUMS; i >= 0; i -= SUMS)",
+            ),
+        ),
+        is_golden=True,
+    ),
+    Mutation(
+        "RG-LRU: the decayed state is rounded before it is added",
+        "rg_lru.h",
+        (
+            (
+                "return fused(exponential(log), s, square_root(",
+                "return fused(splat(1.0f), exponential(log) * s, square_root(",
+            ),
+        ),
+        is_golden=True,
+    ),
+    Mutation(
+        "adapters: the last row of a whole vector of outputs first",
+        "low_rank.h",
+        (
+            (
+                "for (int64_t j = 0; j < part.rank; j++) total = fused(",
+                "for (int64_t j = part.rank - 1; j >= 0; j--) total = fused(",
+            ),
+        ),
+        is_golden=True,
+    ),
+    Mutation(
+        "index scores: products are rounded before they are added",
+        "index_scores.h",
+        (
+            (
+                "fused(max_of(load(own + j), Floats{}), splat(weights[head + m]), load(sums + j))",
+                "max_of(load(own + j), Floats{}) * splat(weights[head + m]) + load(sums + j)",
+            ),
+        ),
+        is_golden=True,
+    ),
+    Mutation(
+        "routing: the last expert first",
+        "routing.h",
+        (
+            (
+                "for (int64_t e = 0; e < experts; e++) total +=",
+                "for (int64_t e = experts - 1; e >= 0; e--) total +=",
             ),
         ),
         is_golden=True,
