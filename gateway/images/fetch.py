@@ -35,6 +35,9 @@ _PIECE_BYTES = 1 << 16
 _BUFFER_BYTES = 1 << 10
 """Bytes of a host that are read and parsed between two turns of other greenlets."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_TURN_S = 1e-6
+"""Pause before each read. Any pause ends the turn: the loop then looks for other greenlets' events,
+which it does only after many turns without a pause (`gevent.sleep(0)`)."""
 _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 """Networks of addresses that contain an IPv4 address, to which a router translates them."""
 
@@ -178,7 +181,7 @@ class _FairReads(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        gevent.sleep(0)
+        gevent.sleep(_TURN_S)
         return int(self._inner.recv_into(buffer))
 
 
