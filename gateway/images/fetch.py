@@ -23,6 +23,7 @@ from gevent import socket
 
 from gateway.images.host_names import HostNames, Resolve, system_addresses
 from gateway.images.limits import FORMATS, MAX_IMAGE_BYTES
+from gateway.images.memory import Grow
 from gateway.images.source import ImageSource, too_large
 from protocol.wire.errors import InvalidImage
 
@@ -34,10 +35,10 @@ _PORTS = {"http": 80, "https": 443}
 _PIECE_BYTES = 1 << 16
 _BUFFER_BYTES = 1 << 10
 """Bytes of a host that are read and parsed between two turns of other greenlets."""
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _TURN_S = 1e-6
 """Pause before each read. Any pause ends the turn: the loop then looks for other greenlets' events,
 which it does only after many turns without a pause (`gevent.sleep(0)`)."""
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 """Networks of addresses that contain an IPv4 address, to which a router translates them."""
 
@@ -85,13 +86,13 @@ class UrlFetcher:
         self._may_connect = may_connect
         self._timeout_s = timeout_s
 
-    def fetch(self, source: ImageSource) -> bytes:
-        """Return the bytes of an image with an http(s): URL. Raises InvalidImage, naming the
-        field."""
+    def fetch(self, source: ImageSource, grow: Grow) -> bytes:
+        """Return the bytes of an image with an http(s): URL. `grow` is called before each part of
+        them is kept. Raises InvalidImage, naming the field, and what `grow` raises."""
         timeout = gevent.Timeout(self._timeout_s, _TooSlow)
         try:
             with timeout:
-                return self._fetch(source)
+                return self._fetch(source, grow)
         except _TooSlow:
             raise InvalidImage.at(
                 source.param, f"the image was not loaded within {self._timeout_s:g} s"
@@ -99,7 +100,7 @@ class UrlFetcher:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise InvalidImage.at(source.param, f"the image could not be loaded: {error}") from None
 
-    def _fetch(self, source: ImageSource) -> bytes:
+    def _fetch(self, source: ImageSource, grow: Grow) -> bytes:
         url, param = source.url, source.param
         host = urlsplit(url).netloc.lower()
         for _ in range(MAX_REDIRECTS + 1):
@@ -119,7 +120,7 @@ class UrlFetcher:
                     raise InvalidImage.at(
                         param, f"the image's server answered with the status {response.status}"
                     )
-                return _body(response, param)
+                return _body(response, param, grow)
         raise InvalidImage.at(param, "the URL redirects too often")
 
     def _connected(
@@ -191,14 +192,15 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _body(response: http.client.HTTPResponse, param: str) -> bytes:
+def _body(response: http.client.HTTPResponse, param: str, grow: Grow) -> bytes:
     if (response.length or 0) > MAX_IMAGE_BYTES:
         raise too_large(param)
     data = bytearray()
     while piece := response.read(_PIECE_BYTES):
-        data += piece
-        if len(data) > MAX_IMAGE_BYTES:
+        if len(data) + len(piece) > MAX_IMAGE_BYTES:
             raise too_large(param)
+        grow(len(piece))
+        data += piece
     if not data:
         raise InvalidImage.at(param, "the image has no bytes")
     return bytes(data)

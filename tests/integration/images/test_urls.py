@@ -18,8 +18,9 @@ from gevent.server import StreamServer
 
 from gateway.images.fetch import UrlFetcher, is_public
 from gateway.images.limits import MAX_IMAGE_BYTES
+from gateway.images.memory import FileMemory
 from gateway.images.source import ImageSource
-from protocol.wire.errors import InvalidImage
+from protocol.wire.errors import InvalidImage, Overloaded
 from tests.support.http import response
 from tests.support.waiting import HANG_S, eventually
 
@@ -77,7 +78,15 @@ def sent_by_thread(head: bytes, unit: bytes) -> Iterator[str]:
 
 def loaded(host: str, path: str = "/a.png?b=c#d", **options: Any) -> bytes:
     known: dict[str, Any] = {"may_connect": lambda address: True} | options
-    return UrlFetcher([host], **known).fetch(ImageSource(PARAM, url=f"http://{host}{path}"))
+    return fetched(UrlFetcher([host], **known), f"http://{host}{path}")
+
+
+def fetched(fetcher: UrlFetcher, url: str) -> bytes:
+    """Return an image. Its memory is reserved from its first byte on, and not more than it has."""
+    grown: list[int] = []
+    data = fetcher.fetch(ImageSource(PARAM, url=url), grown.append)
+    assert sum(grown) == len(data)
+    return data
 
 
 def why_not(host: str, path: str = "/", **options: Any) -> str:
@@ -108,13 +117,13 @@ def test_an_image_of_an_allowed_host_is_loaded() -> None:
 )
 def test_another_host_is_refused(url: str) -> None:
     with pytest.raises(InvalidImage) as refused:
-        UrlFetcher(["allowed.test"]).fetch(ImageSource(PARAM, url=url))
+        fetched(UrlFetcher(["allowed.test"]), url)
     assert refused.value.param == PARAM
 
 
 def test_the_refusal_of_a_host_names_the_option() -> None:
     with pytest.raises(InvalidImage, match=r"data: URL.*--image-urls"):
-        UrlFetcher([]).fetch(ImageSource(PARAM, url="https://example.com/a.png"))
+        fetched(UrlFetcher([]), "https://example.com/a.png")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +150,7 @@ def test_a_name_with_one_private_address_is_refused() -> None:
     found = [(socket.AF_INET, address) for address in ("93.184.216.34", "169.254.169.254")]
     fetcher = UrlFetcher(["rebinding.test"], resolve=lambda name: found)
     with pytest.raises(InvalidImage, match="not on the internet"):
-        fetcher.fetch(ImageSource(PARAM, url="http://rebinding.test/"))
+        fetched(fetcher, "http://rebinding.test/")
 
 
 def test_the_connection_goes_to_the_address_that_was_checked() -> None:
@@ -180,13 +189,10 @@ def test_a_name_server_without_answers_holds_one_thread() -> None:
             [good, silent], may_connect=lambda _: True, resolve=resolved, timeout_s=HANG_S
         )
 
-        def fetched(name: str) -> bytes:
-            return fetcher.fetch(ImageSource(PARAM, url=f"http://{name}/"))
-
-        waiting = [gevent.spawn(fetched, silent) for _ in range(30)]
+        waiting = [gevent.spawn(fetched, fetcher, f"http://{silent}/") for _ in range(30)]
         try:
             eventually(lambda: asked, pause=gevent.sleep)
-            assert fetched(good) == IMAGE
+            assert fetched(fetcher, f"http://{good}/") == IMAGE
             assert gevent.get_hub().threadpool.apply(threading.get_ident)
         finally:
             is_over.set()
@@ -246,6 +252,18 @@ def test_an_announced_size_is_refused_before_the_body() -> None:
     size = {"Content-Length": str(MAX_IMAGE_BYTES + 1)}
     with served(lambda line: response("200 OK", **size)) as (host, _):
         assert "more than" in why_not(host)
+
+
+def test_a_body_is_read_no_further_than_there_is_memory() -> None:
+    memory = FileMemory(1 << 20)
+    head = response("200 OK", Server="endless")
+    with served(lambda line: chain([head], repeat(bytes(1 << 16)))) as (host, _):
+        fetcher = UrlFetcher([host], may_connect=lambda _: True)
+        source = ImageSource(PARAM, url=f"http://{host}/")
+        with memory.file() as grow, pytest.raises(Overloaded, match="fill the 1 MiB") as refused:
+            fetcher.fetch(source, grow)
+    assert refused.value.retry_after_s
+    assert memory.num_bytes == 0
 
 
 def test_the_bytes_decide_and_not_the_content_type() -> None:
