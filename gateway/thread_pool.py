@@ -27,18 +27,25 @@ class ThreadJob(Generic[T]):
 
     def result(self) -> T:
         """Wait for the end. Return the result of the function, or raise what it raised."""
-        result, error = self._done.get()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame
-        return result  # type: ignore[no-any-return]
+        value: T = _value_of(self._done.get())
+        return value
 
 
 def result_of(pool: ThreadPool, work: Callable[[], T]) -> T:
     """Run `work` in `pool` and return its result. Raises what `work` raises."""
-    return ThreadJob(pool, work).result()
+    value: T = _value_of(pool.apply(_attempt, (work,)))
+    return value
+
+
+def _value_of(outcome: tuple[T, None] | tuple[None, BaseException]) -> T:
+    """Return the result of what `_attempt` has run, or raise its exception."""
+    result, error = outcome
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error, outcome  # their traceback holds this frame
+    return result  # type: ignore[return-value]
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T, None] | tuple[None, BaseException]:
