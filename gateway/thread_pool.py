@@ -8,22 +8,44 @@ So exceptions are caught in the thread here, and are only raised in the waiting 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from gevent.threadpool import ThreadPool
 
 T = TypeVar("T")
 
 
+class ThreadJob(Generic[T]):
+    """A function that runs in a thread of `pool`, whoever waits for it or stops waiting."""
+
+    def __init__(self, pool: ThreadPool, work: Callable[[], T]) -> None:
+        self._done = pool.spawn(_attempt, work)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._done.ready())
+
+    def result(self) -> T:
+        """Wait for the end. Return the result of the function, or raise what it raised."""
+        value: T = _value_of(self._done.get())
+        return value
+
+
 def result_of(pool: ThreadPool, work: Callable[[], T]) -> T:
     """Run `work` in `pool` and return its result. Raises what `work` raises."""
-    result, error = pool.apply(_attempt, (work,))
+    value: T = _value_of(pool.apply(_attempt, (work,)))
+    return value
+
+
+def _value_of(outcome: tuple[T, None] | tuple[None, BaseException]) -> T:
+    """Return the result of what `_attempt` has run, or raise its exception."""
+    result, error = outcome
     if error is not None:
         try:
             raise error
         finally:
-            del error  # its traceback holds this frame
-    return result  # type: ignore[no-any-return]
+            del error, outcome  # their traceback holds this frame
+    return result  # type: ignore[return-value]
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T, None] | tuple[None, BaseException]:

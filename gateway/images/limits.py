@@ -9,6 +9,8 @@ MAX_IMAGES = 100
 """Most images of one request."""
 MAX_IMAGE_BYTES = 32 << 20
 """Most bytes of one image in its file format."""
+MAX_LOADED_BYTES = 4 * MAX_IMAGE_BYTES
+"""Most bytes of all images that a gateway process loads from hosts and uploaded files at a time."""
 MAX_URL_CHARS = 8192
 """Most characters of an http(s): URL."""
 MAX_FILE_ID_CHARS = 128

@@ -1,19 +1,30 @@
-"""The preprocessed images of a gateway process, within a limit of memory.
+"""The images of a gateway process, within limits of memory: preprocessed ones, and files.
 
 A file of 70 bytes can become tensors of 50 MB, and an open request keeps those of all its images,
 because another engine may need them. So the memory is counted from the time at which an image was
 preprocessed until nothing refers to it.
+
+Files from hosts and uploaded files are counted, too. Those in the bodies of requests have the
+bodies' limit (gateway/http/body_memory.py).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from gateway.images.families import ImageFacts
 from protocol.engine.attachments import AttachedTensor, attached_bytes
+from protocol.wire.errors import Overloaded
+
+RETRY_S = 5.0
+"""When to try again if the images of other requests need all of the memory."""
+Grow: TypeAlias = Callable[[int], None]
+"""Reserves so many bytes more. Raises Overloaded if there is no room."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -68,3 +79,37 @@ class ImageMemory:
 
     def _release(self, size: int) -> None:
         self.num_bytes -= size
+
+
+class FileMemory:
+    """The files of images that are loaded, each from its first byte until it is preprocessed. They
+    count as far as they have arrived, so a slow host holds little.
+
+    max_bytes  most bytes of files
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        #: Bytes of all files.
+        self.num_bytes = 0
+
+    @contextmanager
+    def file(self) -> Iterator[Grow]:
+        """Yield what reserves the memory of one file, which is free after the `with` block."""
+        held = 0
+
+        def grow(num_bytes: int) -> None:
+            nonlocal held
+            if self.num_bytes + num_bytes > self.max_bytes:
+                raise Overloaded(
+                    f"the images that are being loaded fill the {self.max_bytes >> 20:,} MiB for "
+                    "them; try again later",
+                    retry_after_s=RETRY_S,
+                )
+            self.num_bytes += num_bytes
+            held += num_bytes
+
+        try:
+            yield grow
+        finally:
+            self.num_bytes -= held

@@ -17,8 +17,8 @@ from gevent.event import AsyncResult
 from gevent.lock import BoundedSemaphore
 
 from gateway.images.families import ImageFacts
-from gateway.images.limits import MAX_FETCH_S, MAX_PROCESS_S
-from gateway.images.memory import ImageMemory, ProcessedImage
+from gateway.images.limits import MAX_FETCH_S, MAX_LOADED_BYTES, MAX_PROCESS_S
+from gateway.images.memory import RETRY_S, FileMemory, Grow, ImageMemory, ProcessedImage
 from gateway.images.settings import ProcessorSettings
 from gateway.images.source import FileLoader, ImageSource, decoded_bytes, no_files
 from gateway.sandbox.messages import (
@@ -40,8 +40,6 @@ MAX_WAITING = 32
 """Maximum number of images that wait for the process. Further ones are refused."""
 MAX_BYTES = 512 << 20
 """Default memory of the preprocessed images in a gateway process."""
-RETRY_S = 5.0
-"""When to try again if the images of other requests need all of the memory."""
 _INLINE_BYTES = 1 << 18
 """Larger images are decoded from base64 and hashed in a thread."""
 
@@ -65,8 +63,9 @@ class ImageTimes:
 class ImageFetcher(Protocol):
     """Loads the bytes of images that are elsewhere."""
 
-    def fetch(self, source: ImageSource) -> bytes:
-        """Return the bytes of an image with an http(s): URL. Raises InvalidImage."""
+    def fetch(self, source: ImageSource, grow: Grow) -> bytes:
+        """Return the bytes of an image with an http(s): URL. `grow` is called before each part of
+        them is kept. Raises InvalidImage, and what `grow` raises."""
 
 
 class ImageReader:
@@ -98,6 +97,7 @@ class ImageReader:
             queued="images are waiting to be decoded",
         )
         self.memory = ImageMemory(max_bytes)
+        self._files = FileMemory(MAX_LOADED_BYTES)
         self._pending: dict[str, AsyncResult] = {}
 
     def close(self) -> None:
@@ -127,9 +127,9 @@ class ImageReader:
         started_at = time.monotonic()
         found: list[ProcessedImage] = []
         for source in sources:
-            if source.file_id and source.problem is None:
-                source = ImageSource(source.param, data=files(source))
-            found.append(self._read(source, settings, times, found))
+            with self._files.file() as grow:
+                image = self._read(self._loaded(source, times, files, grow), settings, times, found)
+            found.append(image)
         times.total_s += time.monotonic() - started_at
         return found
 
@@ -141,7 +141,7 @@ class ImageReader:
         before: Sequence[ProcessedImage],
     ) -> ProcessedImage:
         """Return an image. `before` are those that the request has before it."""
-        data, digest = self._loaded(source, times)
+        data, digest = self._decoded(source)
         key = f"{digest} {hashlib.sha256(msgspec.json.encode(settings)).hexdigest()}"
         times.num_images += 1
         while True:
@@ -175,16 +175,27 @@ class ImageReader:
             retry_after_s=RETRY_S,
         )
 
-    def _loaded(self, source: ImageSource, times: ImageTimes) -> tuple[bytes, str]:
-        """Return the bytes of an image and their SHA-256."""
+    def _loaded(
+        self, source: ImageSource, times: ImageTimes, files: FileLoader, grow: Grow
+    ) -> ImageSource:
+        """Return an image whose content is in memory: its bytes, or base64."""
         if source.problem is not None:
             raise source.problem
-        if source.url.lower().startswith("http"):
+        if source.file_id:
+            data = files(source)
+            grow(len(data))
+        elif source.url.lower().startswith("http"):
             if times.fetch_s > MAX_FETCH_S:
                 raise _too_slow(source, "load", times.fetch_s, MAX_FETCH_S)
             started_at = time.monotonic()
-            source = ImageSource(source.param, data=self._fetcher.fetch(source))
+            data = self._fetcher.fetch(source, grow)
             times.fetch_s += time.monotonic() - started_at
+        else:
+            return source
+        return ImageSource(source.param, data=data)
+
+    def _decoded(self, source: ImageSource) -> tuple[bytes, str]:
+        """Return the bytes of an image and their SHA-256."""
 
         def work() -> tuple[bytes, str]:
             data = decoded_bytes(source)

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from gateway.images.families import FAMILIES, GridPrompter
+from gateway.images.memory import Grow
 from gateway.images.model_images import ModelImages
 from gateway.images.reader import ImageReader
 from gateway.images.source import ImageSource
@@ -36,7 +37,7 @@ NUMPY_OF = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
 class NoFetcher:
     """The fetcher of a server without --image-urls."""
 
-    def fetch(self, source: ImageSource) -> bytes:
+    def fetch(self, source: ImageSource, grow: Grow) -> bytes:
         raise InvalidRequest.at(source.param, "not fetched")
 
 

@@ -91,6 +91,12 @@ def exchange(
         return status, headers, read_body(file, headers)
 
 
+def response(status: str, body: bytes = b"", /, **headers: str) -> bytes:
+    """Return the bytes of an HTTP response."""
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
 def json_of(response: requests.Response, status: int = 200) -> Any:
     """Return the JSON of a response. Raises AssertionError if it has another status."""
     assert response.status_code == status, response.text

@@ -1,5 +1,6 @@
 """Attacks with images: small files that would need much memory or time, damaged files, too many of
-them, nonsense in place of base64, and URLs of hosts that nobody may reach through the server.
+them, nonsense in place of base64, URLs of hosts that nobody may reach through the server, and hosts
+that misbehave.
 
     python -m tests.torture.images [--attack "50 megapixels"] [--at-once 16]
 
@@ -8,6 +9,9 @@ host whose address is not public. What is checked, and printed, is that of
 tests/torture/attacks.py. `make torture` runs all attacks;
 tests/integration/images/test_image_requests.py sends a few of them to a gateway, and
 tests/integration/images/test_decoding.py has the files.
+
+The hosts need addresses that count as public, so everything runs in a network of its own
+(own_network.py). If none can be made, a line says so, and the hosts are left out.
 """
 
 from __future__ import annotations
@@ -17,14 +21,16 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from gateway.images.limits import MAX_IMAGES
+from gateway.images.limits import MAX_IMAGE_BYTES, MAX_IMAGES
 from tests.support.hostile_images import HOSTILE, animation, black_png
 from tests.support.http import exchange
-from tests.torture.attacks import BODY_BYTES, Attack, AttackTarget, run
+from tests.support.processes import Program
+from tests.torture import image_hosts, own_network
+from tests.torture.attacks import BODY_BYTES, Attack, AttackResult, AttackTarget, run
 
 MODULE = "tests.torture.images"
 CHAT = "/v1/chat/completions"
@@ -33,6 +39,7 @@ LOCAL_HOSTS = ("169.254.169.254", "127.0.0.1", "localhost")
 ROOM = BODY_BYTES - 4096
 KEPT_MIB = 32
 """Memory of the server for preprocessed images, much less than a gateway process may gain."""
+MAX_TRIES = 50
 _numbers = itertools.count()
 
 
@@ -49,7 +56,11 @@ class ImageAttack:
     why: str = ""
     statuses: tuple[int, ...] = (400,)
 
-    def send(self, port: int, _address: str) -> None:
+    def send(self, port: int, address: str) -> None:
+        self.status(port, address)
+
+    def status(self, port: int, _address: str) -> int:
+        """Send the request, and return the status of its response."""
         parts: list[Any] = [{"type": "image_url", "image_url": url} for url in self.urls()]
         body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
         status, _, answer = exchange(port, CHAT, body)
@@ -58,6 +69,22 @@ class ImageAttack:
             error = json.loads(answer)["error"]
             assert error["param"].startswith("messages"), error
             assert self.why in error["message"], error
+        return status
+
+
+@dataclass(frozen=True, slots=True)
+class Alternating:
+    """An attack whose response changes. It is sent until each of its statuses has been seen."""
+
+    attack: ImageAttack
+
+    def send(self, port: int, address: str) -> None:
+        seen: set[int] = set()
+        for _ in range(MAX_TRIES):
+            seen.add(self.attack.status(port, address))
+            if seen == set(self.attack.statuses):
+                return
+        raise AssertionError(f"{MAX_TRIES} responses have the statuses {seen}")
 
 
 def data_url(file: bytes) -> str:
@@ -110,14 +137,78 @@ IMAGE_ATTACKS: dict[str, Attack] = {
 }
 
 
+def of_hosts(why: str, *names: str, statuses: tuple[int, ...] = (400,)) -> ImageAttack:
+    """Return an attack with an image at one of the hosts in turn."""
+    hosts = itertools.cycle(names)
+    return ImageAttack(lambda: [f"http://{next(hosts)}.test/"], why, statuses)
+
+
+TOO_SLOW = "was not loaded within 10 s"
+TOO_LARGE = f"more than {MAX_IMAGE_BYTES:,} bytes"
+HOST_ATTACKS: dict[str, Attack] = {
+    "a good host": of_hosts("", "good", statuses=(200,)),
+    "to another host": of_hosts("redirects to another host", "to-another"),
+    "to this machine": of_hosts("redirects to another host", "to-this-machine", "to-metadata"),
+    "redirects in circles": of_hosts("redirects too often", "in-circles"),
+    "a name that changes": Alternating(of_hosts(NOT_PUBLIC, "changing", statuses=(200, 400))),
+    "a half public name": of_hosts(NOT_PUBLIC, "half-public"),
+    "a name without address": of_hosts("could not be loaded", "unknown"),
+    "a silent name server": of_hosts(TOO_SLOW, "nameless"),
+    "slow hosts": of_hosts(TOO_SLOW, "silent", "slow-head", "slow-body"),
+    "a body without end": of_hosts(TOO_LARGE, "endless", statuses=(400, 429)),
+    "a huge body": of_hosts(TOO_LARGE, "announced"),
+    "heads without end": of_hosts(TOO_SLOW, "many-heads"),
+    "chunks of one byte": of_hosts(TOO_SLOW, "small-chunks"),
+    "trailers without end": of_hosts(TOO_SLOW, "many-trailers"),
+}
+"""Attacks with the hosts of image_hosts.py."""
+
+
+class HostsTarget(AttackTarget):
+    """A server to attack, and the hosts from which it loads images, in a network of its own."""
+
+    def __enter__(self) -> Self:
+        self._hosts = Program(["-P", "-m", image_hosts.MODULE], has_stdin=True)
+        try:
+            self._hosts.line_with(image_hosts.READY)
+            return super().__enter__()
+        except BaseException:
+            self._hosts.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._hosts.__exit__(*exception)
+
+    def strike(self, name: str, at_once: int) -> AttackResult:
+        before = len(self._hosts.out)
+        result = super().strike(name, at_once)
+        reached = [line for line in self._hosts.out[before:] if image_hosts.REACHED in line]
+        return replace(result, failure=f"this machine was {reached[0]}") if reached else result
+
+
 def make_target(folder: Path) -> AttackTarget:
     """Return the server to attack. Its model is written to `folder`."""
     from tests.support.image_checkpoint import write_smolvlm  # attackers start without torch
 
-    allowed = [word for host in LOCAL_HOSTS for word in ("--image-urls", host)]
+    has_hosts = own_network.is_inside()
+    names = (*LOCAL_HOSTS, *(image_hosts.HOSTS if has_hosts else ()))
+    allowed = [word for name in names for word in ("--image-urls", name)]
     kept = "--preprocessed-images-mib", str(KEPT_MIB)
-    return AttackTarget(write_smolvlm(folder), *kept, *allowed, module=MODULE)
+    kind = HostsTarget if has_hosts else AttackTarget
+    return kind(write_smolvlm(folder), *kept, *allowed, module=MODULE)
+
+
+def main() -> int:
+    if own_network.is_inside():
+        return run(__doc__ or "", IMAGE_ATTACKS | HOST_ATTACKS, make_target)
+    if not any(word.startswith("--port") for word in sys.argv):  # this is no attacker's process
+        why = own_network.why_not()
+        if not why:
+            own_network.enter([sys.executable, "-P", "-m", MODULE, *sys.argv[1:]])
+        print(f"left out: {len(HOST_ATTACKS)} attacks, which need a network of their own: {why}")
+    return run(__doc__ or "", IMAGE_ATTACKS, make_target)
 
 
 if __name__ == "__main__":
-    sys.exit(run(__doc__, IMAGE_ATTACKS, make_target))
+    sys.exit(main())

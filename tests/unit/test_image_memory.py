@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gateway.images.families import ImageFacts
-from gateway.images.memory import ImageMemory, ProcessedImage
+from gateway.images.memory import FileMemory, ImageMemory, ProcessedImage
 from protocol.engine.attachments import AttachedTensor
 from protocol.wire.arrays import UInt8
+from protocol.wire.errors import Overloaded
 
 
 def image(num_bytes: int = 40) -> ProcessedImage:
@@ -41,3 +44,16 @@ def test_an_image_larger_than_the_memory_is_not_kept() -> None:
     memory = ImageMemory(100)
     assert not memory.put("a", image(101))
     assert (memory.get("a"), memory.num_bytes) == (None, 0)
+
+
+def test_files_count_until_they_are_preprocessed() -> None:
+    files = FileMemory(100)
+    with files.file() as grow:
+        grow(60)
+        with files.file() as grow_other:
+            grow_other(40)
+            with pytest.raises(Overloaded, match="being loaded"):
+                grow_other(1)
+        assert files.num_bytes == 60
+        grow(40)
+    assert files.num_bytes == 0

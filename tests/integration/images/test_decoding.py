@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gateway.images.limits import MAX_FETCH_S, MAX_PROCESS_S
-from gateway.images.memory import ProcessedImage
+from gateway.images.limits import MAX_FETCH_S, MAX_LOADED_BYTES, MAX_PROCESS_S
+from gateway.images.memory import Grow, ProcessedImage
 from gateway.images.reader import ImageReader, ImageTimes
 from gateway.images.settings import ProcessorSettings
 from gateway.images.source import ImageSource
@@ -35,7 +35,7 @@ SETTINGS = ProcessorSettings(
 class NoUrls:
     """The fetcher of a server that loads no images."""
 
-    def fetch(self, source: ImageSource) -> bytes:
+    def fetch(self, source: ImageSource, grow: Grow) -> bytes:
         raise InvalidImage.at(source.param, "not loaded")
 
 
@@ -156,6 +156,15 @@ def test_images_of_open_requests_share_a_limit_of_memory(small: ImageReader) -> 
     assert refused.value.param == "[2]"
     del refused
     assert len(small.read(sources[2:], SETTINGS, ImageTimes())) == 2
+
+
+def test_uploaded_images_that_are_loaded_share_a_limit_of_memory(small: ImageReader) -> None:
+    file = picture(90, 90, 8)
+    images = [ImageSource(PARAM, file_id=name) for name in ("a", "b")]
+    assert len(small.read(images, SETTINGS, ImageTimes(), lambda source: file)) == 2
+    with pytest.raises(Overloaded, match="being loaded fill the 128 MiB"):
+        small.read(images, SETTINGS, ImageTimes(), lambda source: bytes(MAX_LOADED_BYTES + 1))
+    assert len(small.read(images, SETTINGS, ImageTimes(), lambda source: file)) == 2
 
 
 def test_the_images_of_a_request_share_a_limit_of_time(small: ImageReader) -> None:

@@ -3,11 +3,14 @@ bounds of size and time."""
 
 from __future__ import annotations
 
+import socket as blocking
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import chain, repeat
 from typing import Any
 
+import gevent
 import pytest
 from gevent import socket
 from gevent.event import Event
@@ -15,16 +18,14 @@ from gevent.server import StreamServer
 
 from gateway.images.fetch import UrlFetcher, is_public
 from gateway.images.limits import MAX_IMAGE_BYTES
+from gateway.images.memory import FileMemory
 from gateway.images.source import ImageSource
-from protocol.wire.errors import InvalidImage
+from protocol.wire.errors import InvalidImage, Overloaded
+from tests.support.http import response
+from tests.support.waiting import HANG_S, eventually
 
 PARAM = "input[0].content[0].image_url"
 IMAGE = b"the bytes of an image"
-
-
-def response(status: str, body: bytes = b"", **headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers.items())]
-    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 @contextmanager
@@ -56,9 +57,36 @@ def served(
         server.stop(0)
 
 
+@contextmanager
+def sent_by_thread(head: bytes, unit: bytes) -> Iterator[str]:
+    """Run a server in a thread, which sends `head` to its first client, and then `unit` again and
+    again. Yields its address."""
+    with closing(blocking.create_server(("127.0.0.1", 0))) as listener:
+
+        def send() -> None:
+            connection, _ = listener.accept()
+            with closing(connection), suppress(OSError):
+                connection.sendall(head)
+                while True:
+                    connection.sendall(unit * 4096)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        sender.join(HANG_S)
+
+
 def loaded(host: str, path: str = "/a.png?b=c#d", **options: Any) -> bytes:
     known: dict[str, Any] = {"may_connect": lambda address: True} | options
-    return UrlFetcher([host], **known).fetch(ImageSource(PARAM, url=f"http://{host}{path}"))
+    return fetched(UrlFetcher([host], **known), f"http://{host}{path}")
+
+
+def fetched(fetcher: UrlFetcher, url: str) -> bytes:
+    """Return an image. Its memory is reserved from its first byte on, and not more than it has."""
+    grown: list[int] = []
+    data = fetcher.fetch(ImageSource(PARAM, url=url), grown.append)
+    assert sum(grown) == len(data)
+    return data
 
 
 def why_not(host: str, path: str = "/", **options: Any) -> str:
@@ -89,13 +117,13 @@ def test_an_image_of_an_allowed_host_is_loaded() -> None:
 )
 def test_another_host_is_refused(url: str) -> None:
     with pytest.raises(InvalidImage) as refused:
-        UrlFetcher(["allowed.test"]).fetch(ImageSource(PARAM, url=url))
+        fetched(UrlFetcher(["allowed.test"]), url)
     assert refused.value.param == PARAM
 
 
 def test_the_refusal_of_a_host_names_the_option() -> None:
     with pytest.raises(InvalidImage, match=r"data: URL.*--image-urls"):
-        UrlFetcher([]).fetch(ImageSource(PARAM, url="https://example.com/a.png"))
+        fetched(UrlFetcher([]), "https://example.com/a.png")
 
 
 @pytest.mark.parametrize(
@@ -118,35 +146,58 @@ def test_a_public_address_is_allowed(address: str) -> None:
     assert is_public(address)
 
 
-def test_a_name_with_one_private_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [(2, 1, 6, "", (address, 80)) for address in ("93.184.216.34", "169.254.169.254")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
-    fetcher = UrlFetcher(["rebinding.test"])
+def test_a_name_with_one_private_address_is_refused() -> None:
+    found = [(socket.AF_INET, address) for address in ("93.184.216.34", "169.254.169.254")]
+    fetcher = UrlFetcher(["rebinding.test"], resolve=lambda name: found)
     with pytest.raises(InvalidImage, match="not on the internet"):
-        fetcher.fetch(ImageSource(PARAM, url="http://rebinding.test/"))
+        fetched(fetcher, "http://rebinding.test/")
 
 
-def test_the_connection_goes_to_the_address_that_was_checked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_connection_goes_to_the_address_that_was_checked() -> None:
     answers = iter([["127.0.0.1"], ["127.0.0.2"], ["127.0.0.2"]])
     checked: list[str] = []
 
-    def resolved(name: str, port: int, **_: Any) -> Any:
-        kind = socket.AF_INET, socket.SOCK_STREAM, 6, ""
-        return [(*kind, (address, port)) for address in next(answers)]
+    def may_connect(address: str) -> bool:
+        checked.append(address)
+        return True
+
+    def resolved(_: str) -> list[tuple[int, str]]:
+        return [(socket.AF_INET, address) for address in next(answers)]
+
+    with served(lambda line: response("200 OK", IMAGE)) as (host, _):
+        name = f"changing.test:{host.partition(':')[2]}"
+        assert loaded(name, may_connect=may_connect, resolve=resolved) == IMAGE
+    assert checked == ["127.0.0.1"]
+
+
+def test_a_name_server_without_answers_holds_one_thread() -> None:
+    """All requests with the name wait for it. Other hosts are loaded, and the thread pool of all
+    other work is free."""
+    is_over = threading.Event()
+    asked: list[str] = []
+
+    def resolved(name: str) -> list[tuple[int, str]]:
+        asked.append(name)
+        if name == "silent.test":
+            is_over.wait(HANG_S)
+        return [(socket.AF_INET, "127.0.0.1")]
 
     with served(lambda line: response("200 OK", IMAGE)) as (host, _):
         port = host.partition(":")[2]
-        monkeypatch.setattr(socket, "getaddrinfo", resolved)
-        name = f"changing.test:{port}"
+        good, silent = f"good.test:{port}", f"silent.test:{port}"
+        fetcher = UrlFetcher(
+            [good, silent], may_connect=lambda _: True, resolve=resolved, timeout_s=HANG_S
+        )
 
-        def may_connect(address: str) -> bool:
-            checked.append(address)
-            return True
-
-        assert loaded(name, may_connect=may_connect) == IMAGE
-    assert checked == ["127.0.0.1"]
+        waiting = [gevent.spawn(fetched, fetcher, f"http://{silent}/") for _ in range(30)]
+        try:
+            eventually(lambda: asked, pause=gevent.sleep)
+            assert fetched(fetcher, f"http://{good}/") == IMAGE
+            assert gevent.get_hub().threadpool.apply(threading.get_ident)
+        finally:
+            is_over.set()
+        assert [each.get() for each in waiting] == [IMAGE] * 30
+    assert sorted(asked) == ["good.test", "silent.test"]
 
 
 def test_a_redirect_within_the_host_is_followed() -> None:
@@ -180,6 +231,39 @@ def test_a_body_without_end_is_read_up_to_the_limit() -> None:
     head = response("200 OK", Server="endless")
     with served(lambda line: chain([head], repeat(bytes(1 << 16)))) as (host, _):
         assert "more than" in why_not(host)
+
+
+@pytest.mark.parametrize(
+    ("head", "unit"),
+    [
+        (b"", response("100 Continue")),
+        (response("200 OK", **{"Transfer-Encoding": "chunked"}), b"1\r\nx\r\n"),
+        (response("200 OK", **{"Transfer-Encoding": "chunked"}) + b"0\r\n", b"X: y\r\n"),
+    ],
+    ids=["interim responses", "chunks", "trailers"],
+)
+def test_a_fast_host_holds_up_no_other_greenlet(head: bytes, unit: bytes) -> None:
+    """The host is a thread, so its bytes are always there. The time limit is another greenlet."""
+    with sent_by_thread(head, unit) as host:
+        assert "within 0.2 s" in why_not(host, timeout_s=0.2)
+
+
+def test_an_announced_size_is_refused_before_the_body() -> None:
+    size = {"Content-Length": str(MAX_IMAGE_BYTES + 1)}
+    with served(lambda line: response("200 OK", **size)) as (host, _):
+        assert "more than" in why_not(host)
+
+
+def test_a_body_is_read_no_further_than_there_is_memory() -> None:
+    memory = FileMemory(1 << 20)
+    head = response("200 OK", Server="endless")
+    with served(lambda line: chain([head], repeat(bytes(1 << 16)))) as (host, _):
+        fetcher = UrlFetcher([host], may_connect=lambda _: True)
+        source = ImageSource(PARAM, url=f"http://{host}/")
+        with memory.file() as grow, pytest.raises(Overloaded, match="fill the 1 MiB") as refused:
+            fetcher.fetch(source, grow)
+    assert refused.value.retry_after_s
+    assert memory.num_bytes == 0
 
 
 def test_the_bytes_decide_and_not_the_content_type() -> None:
