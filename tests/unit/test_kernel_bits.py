@@ -247,10 +247,8 @@ class FloatOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        aliases = [each.alias_info for each in func._schema.returns if each.alias_info is not None]
-        is_view = any(not alias.is_write for alias in aliases)
         made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
-        if not is_view and any(each.is_floating_point() for each in made):
+        if not func.is_view and any(each.is_floating_point() for each in made):
             name = func.overloadpacket.__name__
             terms = f" of {args[0].numel() // max(found.numel(), 1)}" if name == "sum" else ""
             self.names.add(name + terms)
