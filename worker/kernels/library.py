@@ -20,7 +20,7 @@ from worker.kernels.instruction_sets import INSTRUCTION_SETS, InstructionSet
 
 log = logging.getLogger(__name__)
 
-VERSION = 32
+VERSION = 33
 """Version of the signatures and structs. Must equal `kernels_version` in csrc/kernels.cpp."""
 FOLDER = Path(__file__).parent
 ENTRY_POINT = "GOMP_parallel"

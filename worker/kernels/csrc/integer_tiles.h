@@ -26,6 +26,7 @@ struct GroupRun {
     int64_t format, first, groups; // groups [first, first + groups)
     const uint8_t *panel;
     const Unpacked *unpacked;
+    const int32_t *listed = nullptr; // `groups` groups in place of adjacent ones; `first` is 0 then
 };
 
 // The operands of a tile: rows of x, a run of groups, and the sums so far.
@@ -158,8 +159,8 @@ INLINE void multiply_quads(const G &group, int b, int o, const uint8_t *const (&
 }
 #endif
 
-// Multiplies a tile of ROWS rows by groups that G reads.
-template <int ROWS, class G> INLINE void multiply_groups(const IntegerTile &tile) {
+// Multiplies a tile of ROWS rows by groups that G reads. LISTED: by those of the run's list.
+template <int ROWS, class G, bool LISTED = false> INLINE void multiply_groups(const IntegerTile &tile) {
     constexpr int BLOCKS = G::BLOCKS, VECTORS = vectors_of(ROWS);
     const GroupRun &run = tile.weights;
     const RoundedGroups &x = tile.x;
@@ -169,7 +170,7 @@ template <int ROWS, class G> INLINE void multiply_groups(const IntegerTile &tile
         for (int m = 0; m < ROWS; m++)
             for (int j = 0; j < VECTORS; j++) sums[m][j] = load(tile.sums[m] + o + j * LANES);
         for (int64_t g = 0; g < run.groups; g++) {
-            const G group(run, g);
+            const G group(run, LISTED ? run.listed[g] : g);
             if (o == 0) tile.ahead.prefetch(g);
             const uint8_t *bytes[ROWS];
             for (int m = 0; m < ROWS; m++) bytes[m] = x.bytes + (tile.at[m] + g) * GROUP;
@@ -206,6 +207,11 @@ template <class G> __attribute__((noinline)) void multiply_tile_by(int64_t rows,
     multiply_integer_tile_as<INTEGER_ROWS, G>(rows, tile);
 }
 
+// Multiplies one row by listed groups.
+template <class G> __attribute__((noinline)) void multiply_listed_by(const IntegerTile &tile) {
+    multiply_groups<1, G, true>(tile);
+}
+
 // Returns whether the integers of a format are read in place.
 constexpr bool is_in_place(int64_t format) { return TRAITS[format].bits == 4 || TRAITS[format].bits == 8; }
 
@@ -225,6 +231,18 @@ inline void multiply_tile(int64_t rows, const IntegerTile &tile) {
     case Q2K: return multiply_tile_by<GroupUnpacked<2, true, 3>>(rows, tile);
     case Q3K:
     case Q6K: return multiply_tile_by<GroupUnpacked<2, false, 63>>(rows, tile);
+    }
+}
+
+// Multiplies one row by the groups of the run's list, of a format that is read in place.
+inline void multiply_listed(const IntegerTile &tile) {
+    switch (tile.weights.format) {
+    case Q4: return multiply_listed_by<GroupInPlace<Q4>>(tile);
+    case Q8: return multiply_listed_by<GroupInPlace<Q8>>(tile);
+    case Q4K: return multiply_listed_by<GroupInPlace<Q4K>>(tile);
+    case I4: return multiply_listed_by<GroupInPlace<I4>>(tile);
+    case I4K: return multiply_listed_by<GroupInPlace<I4K>>(tile);
+    case F4: return multiply_listed_by<GroupInPlace<F4>>(tile);
     }
 }
 

@@ -38,7 +38,7 @@ extern "C" {
 #define EXPORT __attribute__((visibility("default")))
 
 // Increase this when a signature or struct changes: Python uses only libraries with its own version.
-EXPORT int64_t kernels_version() { return 32; }
+EXPORT int64_t kernels_version() { return 33; }
 
 // Returns the digest of the source that the library was compiled from (setup.py); 0 if it is not known.
 #if !defined(SOURCE_DIGEST)

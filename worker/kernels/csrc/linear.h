@@ -147,6 +147,10 @@ inline void multiply_panel_in_integers(const Place &at, int64_t inputs, const Ro
             unpack_run<Quad>(format, header, packed, some, s.unpacked);
             multiply_rows(count, rows, groups, {format, g, some, panel, &s.unpacked}, s.sums);
         });
+    if (count == 1 && is_in_place(format)) { // in one call, with the sums in registers
+        const int32_t *listed = x.refined.data() + first * refined;
+        return multiply_listed({{format, 0, refined, panel, nullptr, listed}, remainders, {first * refined}, {s.sums}, {}});
+    }
     for (const RefinedOrder::Group &each : s.order.groups) {
         const int64_t g = each.group;
         const int32_t *items = s.order.items.data() + each.first;

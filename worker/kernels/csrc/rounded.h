@@ -11,7 +11,6 @@
 #pragma once
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "rounding.h"
@@ -181,17 +180,22 @@ struct RefinedOrder {
     void sort(const RoundedRows &x, int64_t first, int64_t count, int64_t num_groups) {
         const int64_t from = first * num_refined(num_groups), to = from + count * num_refined(num_groups);
         const int32_t *group = x.refined.data();
-        items.resize((size_t)(to - from));
-        std::iota(items.begin(), items.end(), (int32_t)from);
-        if (count > 1)
-            std::stable_sort(items.begin(), items.end(), [&](int32_t a, int32_t b) { return group[a] < group[b]; });
+        ends.assign((size_t)num_groups, 0);
+        for (int64_t i = from; i < to; i++) ends[(size_t)group[i]]++;
         groups.clear();
-        for (int32_t i = 0; i < (int32_t)items.size(); i++) {
-            const int32_t g = group[items[(size_t)i]];
-            if (groups.empty() || groups.back().group != g) groups.push_back({g, i, i});
-            groups.back().end = i + 1;
+        int32_t begin = 0;
+        for (int32_t g = 0; g < (int32_t)num_groups; g++) {
+            const int32_t end = begin + ends[(size_t)g];
+            if (end > begin) groups.push_back({g, begin, end});
+            ends[(size_t)g] = begin;
+            begin = end;
         }
+        items.resize((size_t)(to - from));
+        for (int64_t i = from; i < to; i++) items[(size_t)ends[(size_t)group[i]]++] = (int32_t)i;
     }
+
+private:
+    std::vector<int32_t> ends; // of each group: the end of its items so far
 };
 
 } // namespace
