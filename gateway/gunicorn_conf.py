@@ -24,6 +24,7 @@ from gunicorn.workers.ggevent import GeventWorker
 
 from gateway.gateway_start import FREE, GatewayStart
 from gateway.http.connections import NUM_SPARE, connections_within
+from gateway.thread_pool import switch_often
 from protocol.config.gateway import GatewayConfig
 from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import attach_to_parent, die_with_parent
@@ -169,8 +170,8 @@ def pre_fork(server: Any, worker: Any) -> None:
 
 
 def post_fork(_server: Any, worker: Any) -> None:
-    """Have the kernel signal this worker when the master ends, and have the memory of large bodies
-    returned when they are freed. gunicorn calls this after the fork.
+    """Have the kernel signal this worker when the master ends, the memory of large bodies returned
+    when they are freed, and threads take turns often. gunicorn calls this after the fork.
 
     `GatewayWorker.notify` also checks for the master, but only once a second, and only while the
     worker serves.
@@ -178,6 +179,7 @@ def post_fork(_server: Any, worker: Any) -> None:
     set_title(f"gateway {worker.age}")  # the number of workers so far
     die_with_parent(signal.SIGQUIT)
     map_large_pieces()
+    switch_often()
 
 
 def post_worker_init(worker: Any) -> None:
