@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 SWITCH_S = 0.0005
 """How long Python computes in a thread while another one waits to run. The thread that serves all
-requests waits anew after each system call. With Python's default of 5 ms, a few large images
-delayed every other request by 100 ms."""
+requests waits anew after each system call: 16 images of 16 MB delayed /livez by 66 to 116 ms with
+Python's default of 5 ms, and delay it by 32 to 67 ms with this (idle machine, two cores)."""
 
 
 def switch_often() -> None:
@@ -27,7 +27,7 @@ def switch_often() -> None:
 
 
 class ThreadJob(Generic[T]):
-    """A function that runs in a thread of `pool`, whoever waits for it or stops waiting."""
+    """A function that runs in a thread of `pool`, even if the greenlet that waits for it ends."""
 
     def __init__(self, pool: ThreadPool, work: Callable[[], T]) -> None:
         self._done = pool.spawn(_attempt, work)

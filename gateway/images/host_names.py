@@ -33,22 +33,33 @@ class HostNames:
     """Some names of hosts, which are resolved anew each time.
 
     max_names  largest number of names
-    resolve    returns the addresses of a name; it runs in a thread
+    resolve    runs in a thread; returns the addresses of a name, or raises OSError or UnicodeError
     """
 
     def __init__(self, max_names: int, resolve: Resolve) -> None:
         self._max_names = max_names
         self._resolve = resolve
-        #: The last job of each name.
-        self._jobs: dict[str, ThreadJob[Sequence[Address]]] = {}
+        #: The last job of each name. Its result is no exception: the frames of all requests that
+        #: raised it would stay with it.
+        self._jobs: dict[str, ThreadJob[Sequence[Address] | str]] = {}
 
     def addresses(self, name: str) -> Sequence[Address]:
-        """Return the addresses of a name. Raises what `resolve` raises."""
+        """Return the addresses of a name. Raises OSError if there are none."""
         job = self._jobs.get(name)
         if job is None or job.has_ended:
             assert job is not None or len(self._jobs) < self._max_names, "an unknown name"
-            job = self._jobs[name] = ThreadJob(self._pool, partial(self._resolve, name))
-        return job.result()
+            job = self._jobs[name] = ThreadJob(self._pool, partial(self._found, name))
+        found = job.result()
+        if isinstance(found, str):
+            raise OSError(found)
+        return found
+
+    def _found(self, name: str) -> Sequence[Address] | str:
+        """Return the addresses of a name, or why there are none."""
+        try:
+            return self._resolve(name)
+        except (OSError, UnicodeError) as error:
+            return str(error)
 
     @cached_property
     def _pool(self) -> ThreadPool:

@@ -24,7 +24,7 @@ from protocol.wire.errors import Overloaded
 RETRY_S = 5.0
 """When to try again if the images of other requests need all of the memory."""
 Grow: TypeAlias = Callable[[int], None]
-"""Reserves so many bytes more. Raises Overloaded if there is no room."""
+"""Reserves this number of further bytes. Raises Overloaded if there is no room."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -95,7 +95,8 @@ class FileMemory:
 
     @contextmanager
     def file(self) -> Iterator[Grow]:
-        """Yield what reserves the memory of one file, which is free after the `with` block."""
+        """Yield the function that reserves the memory of one file. The memory is freed after the
+        `with` block."""
         held = 0
 
         def grow(num_bytes: int) -> None:

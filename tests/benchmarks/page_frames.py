@@ -190,10 +190,11 @@ def part_name(event: dict[str, Any]) -> str:
     """Return what an event is called in the list of the longest tasks."""
     arguments = event.get("args", {})
     if event["name"] == SOURCE:
-        function = arguments.get("src_func", "?").split("(")[0].split()[-1]
-        return f"(posted by {function} of {arguments.get('src_file')})"
+        words = arguments.get("src_func", "").split("(")[0].split() or ["a function without a name"]
+        return f"(posted by {words[-1]} of {arguments.get('src_file')})"
     if event["name"] == "FunctionCall":
-        return f"script, {arguments['data'].get('functionName') or 'a function without a name'}"
+        function = arguments.get("data", {}).get("functionName")
+        return f"script, {function or 'a function without a name'}"
     return str(event["name"])
 
 

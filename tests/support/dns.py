@@ -33,7 +33,7 @@ def question_of(query: bytes) -> NameQuestion:
     damaged."""
     labels, place = [], _HEAD.size
     while size := query[place]:
-        labels.append(query[place + 1 : place + 1 + size].decode("ascii"))
+        labels.append(query[place + 1 : place + 1 + size].decode("latin-1"))
         place += 1 + size
     kind, _ = struct.unpack_from("!HH", query, place + 1)
     return NameQuestion(".".join(labels).lower(), kind, query[_HEAD.size : place + 5])

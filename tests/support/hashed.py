@@ -1,8 +1,8 @@
 """Random numbers that have the same bits on every machine and with every version of every library.
 
-The generators of torch and numpy promise that for no distribution: `torch.randn` gives other bits
-on ARM. Here a hash of a seed and of a number's place is made of integer operations alone, and each
-later operation has one correctly rounded result.
+Neither torch nor numpy promises the same bits for any distribution, and `torch.randn` gives other
+ones on ARM. Here a hash of a seed and of a number's place is made of integer operations alone, and
+each later operation has one correctly rounded result.
 """
 
 from __future__ import annotations

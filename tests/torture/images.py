@@ -177,8 +177,10 @@ class HostsTarget(AttackTarget):
             raise
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        self._hosts.__exit__(*exception)
+        try:
+            super().__exit__(*exception)
+        finally:
+            self._hosts.__exit__(*exception)
 
     def strike(self, name: str, at_once: int) -> AttackResult:
         before = len(self._hosts.out)

@@ -260,7 +260,7 @@ def test_operations_of_torch_between_the_layers_have_one_result(case: KernelCase
     """So the golden results do not depend on torch's version and instruction set."""
     with FloatOperations() as operations:
         case.compute(native_kernels())
-    assert operations.names <= EXACT
+    assert {"add"} <= operations.names <= EXACT
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ def test_only_a_command_inside_has_the_public_address_and_the_name_server() -> N
     if why := own_network.why_not():
         pytest.skip(why)
     names = Path("/etc/resolv.conf")
+    if not names.exists():
+        pytest.skip("this machine has no /etc/resolv.conf")
     program = (
         "from tests.torture import own_network as own;"
-        f"print(own.is_inside(), own.NAME_SERVER in open({str(names)!r}).read())"
+        f"print(own.is_inside(), open({str(names)!r}).read().split()[1] == own.NAME_SERVER)"
     )
     enter = (
         "import sys; from tests.torture import own_network as own;"

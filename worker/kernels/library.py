@@ -21,7 +21,8 @@ from worker.kernels.instruction_sets import INSTRUCTION_SETS, InstructionSet
 log = logging.getLogger(__name__)
 
 VERSION = 33
-"""Version of the signatures and structs. Must equal `kernels_version` in csrc/kernels.cpp."""
+"""Version of the signatures and structs, and of measured times (fastest.py): it also grows when the
+kernels' speeds change. Must equal `kernels_version` in csrc/kernels.cpp."""
 FOLDER = Path(__file__).parent
 ENTRY_POINT = "GOMP_parallel"
 """Entry point of GNU's OpenMP runtime. The runtimes of LLVM and Intel have it too."""

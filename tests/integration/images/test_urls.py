@@ -3,8 +3,11 @@ bounds of size and time."""
 
 from __future__ import annotations
 
+import gc
 import socket as blocking
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import chain, repeat
@@ -67,13 +70,15 @@ def sent_by_thread(head: bytes, unit: bytes) -> Iterator[str]:
             connection, _ = listener.accept()
             with closing(connection), suppress(OSError):
                 connection.sendall(head)
-                while True:
+                while time.monotonic() < until:  # so that a client which never ends fails its test
                     connection.sendall(unit * 4096)
 
-        sender = threading.Thread(target=send)
+        until = time.monotonic() + HANG_S
+        sender = threading.Thread(target=send, daemon=True)
         sender.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
-        sender.join(HANG_S)
+        sender.join(2 * HANG_S)
+        assert not sender.is_alive(), "the client has not closed its connection"
 
 
 def loaded(host: str, path: str = "/a.png?b=c#d", **options: Any) -> bytes:
@@ -198,6 +203,25 @@ def test_a_name_server_without_answers_holds_one_thread() -> None:
             is_over.set()
         assert [each.get() for each in waiting] == [IMAGE] * 30
     assert sorted(asked) == ["good.test", "silent.test"]
+
+
+def test_a_name_that_is_not_found_keeps_nothing_of_its_requests() -> None:
+    bodies: list[weakref.ref[Any]] = []
+
+    def resolved(name: str) -> list[tuple[int, str]]:
+        raise OSError("not found")
+
+    def request() -> None:
+        body = {PARAM}
+        bodies.append(weakref.ref(body))
+        with pytest.raises(InvalidImage, match="not found"):
+            fetched(fetcher, "http://no.test/")
+        assert body
+
+    fetcher = UrlFetcher(["no.test"], resolve=resolved)
+    gevent.joinall([gevent.spawn(request) for _ in range(3)], raise_error=True)
+    gc.collect()
+    assert [each() for each in bodies] == [None] * 3
 
 
 def test_a_redirect_within_the_host_is_followed() -> None:
