@@ -252,10 +252,13 @@ def test_a_background_response_is_logged_when_it_ends(
     engine: ScriptedEngine, client: OpenAI, gateway: GatewayProcess
 ) -> None:
     engine.script = lambda generate: text_reply(TEXT)
-    made = start(client)
-    awaited(client, made.id, is_over)
-    line = next(line for line in gateway.err[::-1] if f"POST {RESPONSES} 200" in line)
-    assert f"generated_tokens={len(TEXT) + 1} finish=stop" in line
+    before = len(gateway.err)
+    awaited(client, start(client).id, is_over)
+    words = f"POST {RESPONSES} 200", f"generated_tokens={len(TEXT) + 1} finish=stop"
+    # The line is written, and read by us, after the response has ended.
+    assert eventually(
+        lambda: any(all(word in line for word in words) for line in gateway.err[before:])
+    )
 
 
 def test_a_client_that_hangs_up_at_once_changes_nothing(
