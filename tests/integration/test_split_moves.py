@@ -289,11 +289,12 @@ class FaultyEngines:
         engine.computes, engine.script, engine.step_s = compute, decode, 0.01
 
     def replace(self) -> None:
-        """Kill an engine that has made some steps, and start another one at its address."""
+        """Kill an engine that has made some steps and has an open request, and start another one at
+        its address."""
         engines = self.alive[self._dice.choice("pd")]
         place = self._dice.randrange(len(engines))
         old = engines[place]
-        assert eventually(lambda: old.num_steps >= 8, every_s=0.005)
+        assert eventually(lambda: old.num_steps >= 8 and old.num_open, every_s=0.005)
         old.kill()
         engines[place] = ScriptedEngine(old.address)
         self._make_faulty(engines[place])

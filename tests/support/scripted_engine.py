@@ -379,6 +379,11 @@ class ScriptedEngine:
         is_idle = eventually(lambda: not self._talks, within_s=timeout_s, every_s=POLL_S)
         assert is_idle, f"still open: {[n for _, n in self._talks]}"
 
+    @property
+    def num_open(self) -> int:
+        """Number of requests that are open."""
+        return len(self._talks)
+
     def resume(self) -> None:
         """Make steps again, after `is_paused`."""
         self.is_paused = False
