@@ -31,7 +31,7 @@ _FILES = {
     "/etc/resolv.conf": f"nameserver {NAME_SERVER}\noptions attempts:1 timeout:{SILENCE_S}\n",
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
-"""What the files contain while the command runs."""
+"""Files of the resolver, and the text that the command finds in them."""
 _PROGRAMS = ("unshare", "ip", "mount")
 
 
