@@ -47,19 +47,26 @@ class RequestDefaults:
     #: For most requests.
     usual: SamplingDefaults
     #: The same, without the penalties that the catalogue recommends against loops. They would
-    #: change the most likely tokens, and the quotes and brackets of a long JSON value.
+    #: change the most likely tokens, and the quotes and brackets of a long JSON value. They belong
+    #: together, so who sets one of them gets none of the others.
     unpenalised: SamplingDefaults
 
     def for_request(
-        self, temperature: float | None = None, *, is_free: bool = True
+        self,
+        temperature: float | None = None,
+        *,
+        is_free: bool = True,
+        has_penalties: bool = False,
     ) -> SamplingDefaults:
         """Return the values for a request.
 
-        temperature   its temperature; None: it does not set one
-        is_free       whether its answer is text in no prescribed form
+        temperature     its temperature; None: it does not set one
+        is_free         whether its answer is text in no prescribed form
+        has_penalties   whether it sets a penalty for the tokens so far
         """
         used = self.usual.temperature if temperature is None else temperature
-        return self.usual if is_free and used != 0 else self.unpenalised
+        is_penalised = is_free and not has_penalties and used != 0
+        return self.usual if is_penalised else self.unpenalised
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +102,9 @@ class ModelOptions:
     def defaults_of(self, card: ModelCard) -> RequestDefaults:
         """Return the sampling parameters of requests that do not set them."""
         own = self.default_sampling.with_fallback(card.defaults)
-        return RequestDefaults(
-            usual=own.with_fallback(card.recommended),
-            unpenalised=own.with_fallback(card.recommended.without_penalties()),
-        )
+        unpenalised = own.with_fallback(card.recommended.without_penalties())
+        usual = unpenalised if own.has_penalties else own.with_fallback(card.recommended)
+        return RequestDefaults(usual=usual, unpenalised=unpenalised)
 
     def effective_card(self, card: ModelCard) -> ModelCard:
         """Return `card` with the operator's chat template, if there is one."""

@@ -17,6 +17,9 @@ from protocol.engine.encoding import EncodingCard
 from protocol.engine.sampling import SamplingParams
 from protocol.wire.field_errors import field_error
 
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+"""The parameters that make the tokens so far less likely."""
+
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Sampling parameters for requests that do not set them; None leaves a parameter unset.
@@ -43,9 +46,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
 
     def without_penalties(self) -> SamplingDefaults:
         """Return the same defaults without those for the tokens so far."""
-        return msgspec.structs.replace(
-            self, frequency_penalty=None, presence_penalty=None, repetition_penalty=None
-        )
+        return msgspec.structs.replace(self, **dict.fromkeys(PENALTIES))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether one of the penalties for the tokens so far is set."""
+        return any(getattr(self, name) is not None for name in PENALTIES)
 
     def effective_values(self) -> dict[str, Any]:
         """Return, for each parameter, the value that applies to a request without sampling

@@ -52,7 +52,7 @@ class StepBench(Config, frozen=True, kw_only=True):
         Literal["greedy", "nucleus", "penalised"],
         about(
             "sampling method; nucleus: temperature 1, top_p 0.9; penalised: temperature 0.2, "
-            "top_p 0.9, frequency_penalty 0.5"
+            "top_p 0.9, frequency_penalty 0.5, presence_penalty 0.5"
         ),
     ] = "greedy"
 

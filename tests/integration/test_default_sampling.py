@@ -15,11 +15,11 @@ from tests.support.scripted_engine import ScriptedEngine, scripted_card, text_re
 
 HI = [{"role": "user", "content": "Hi"}]
 SERVERS = (
-    '{"temperature": 0.2, "top_p": 0.9, "presence_penalty": 0.5, "min_tokens": 2, '
+    '{"temperature": 0.2, "top_p": 0.9, "min_tokens": 2, '
     '"logit_bias": {"5": -1}, "bad_words_ids": [[90, 91]]}'
 )
 """The server's defaults. Those of the model are temperature 0.7 and top_k 40."""
-CATALOGUES = SamplingDefaults(top_p=0.5, frequency_penalty=0.25)
+CATALOGUES = SamplingDefaults(top_p=0.5, frequency_penalty=0.25, presence_penalty=0.5)
 CHATS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": HI}),
     ("/v1/completions", {"prompt": "Hi"}),
@@ -64,7 +64,7 @@ def test_a_greedy_request_gets_no_penalty_of_the_catalogue(
     engine: ScriptedEngine, gateway: GatewayProcess, path: str, body: dict[str, Any]
 ) -> None:
     params = sampled(engine, gateway, path, body | {"temperature": 0})
-    assert (params.frequency_penalty, params.presence_penalty) == (0.0, 0.5)
+    assert (params.frequency_penalty, params.presence_penalty) == (0.0, 0.0)
     assert (params.top_p, params.logit_bias) == (0.9, {5: -1.0})
 
 
@@ -74,9 +74,19 @@ def test_an_answer_with_a_grammar_gets_no_penalty_of_the_catalogue(
 ) -> None:
     body = dict(CHATS)[path] | {"structured_outputs": {"choice": ["Hello!", "Bye!"]}}
     params = sampled(engine, gateway, path, body)
-    assert (params.frequency_penalty, params.presence_penalty) == (0.0, 0.5)
+    assert (params.frequency_penalty, params.presence_penalty) == (0.0, 0.0)
     own = sampled(engine, gateway, path, body | {"frequency_penalty": 0.75})
     assert own.frequency_penalty == 0.75
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
+def test_a_request_with_a_penalty_gets_none_of_the_catalogue(
+    engine: ScriptedEngine, gateway: GatewayProcess, path: str, penalty: str
+) -> None:
+    none = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    params = sampled(engine, gateway, path, dict(CHATS)[path] | {penalty: 1.0})
+    assert {name: getattr(params, name) for name in none} == none | {penalty: 1.0}
 
 
 def test_token_requests_use_only_their_own_sampling_parameters(

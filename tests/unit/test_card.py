@@ -176,7 +176,7 @@ def test_a_bad_option_is_a_usage_error_before_anything_starts(text: str, message
 
 def test_the_default_model_has_recommended_sampling() -> None:
     assert CATALOGUE[DEFAULT].sampling == SamplingDefaults(
-        temperature=0.2, top_p=0.9, frequency_penalty=0.5
+        temperature=0.2, top_p=0.9, frequency_penalty=0.5, presence_penalty=0.5
     )
     engine = with_model(serve().engine, Path("/m.gguf"))
     assert engine.worker.recommended_sampling == CATALOGUE[DEFAULT].sampling
@@ -200,27 +200,35 @@ def test_a_card_keeps_the_recommendation_apart_from_the_defaults_of_its_files(
 
 
 @pytest.mark.parametrize(
-    ("option", "temperature", "is_free", "penalty"),
+    ("option", "temperature", "is_free", "penalties"),
     [
-        ("", None, True, 0.5),  # the catalogue's temperature
-        ("", None, False, None),
-        ("", 1.0, True, 0.5),
-        ("", 0.0, True, None),
-        ('{"temperature": 0}', None, True, None),
-        ('{"temperature": 0}', 0.7, True, 0.5),
-        ('{"frequency_penalty": 0.1}', 0.0, True, 0.1),
-        ('{"frequency_penalty": 0.1}', 1.0, False, 0.1),
+        ("", None, True, (0.5, 0.25)),  # the catalogue's temperature
+        ("", None, False, (None, None)),
+        ("", 1.0, True, (0.5, 0.25)),
+        ("", 0.0, True, (None, None)),
+        ('{"temperature": 0}', None, True, (None, None)),
+        ('{"temperature": 0}', 0.7, True, (0.5, 0.25)),
+        ('{"frequency_penalty": 0.1}', 0.0, True, (0.1, None)),
+        ('{"frequency_penalty": 0.1}', 1.0, False, (0.1, None)),
+        ('{"frequency_penalty": 0.1}', 1.0, True, (0.1, None)),
     ],
 )
 def test_recommended_penalties_are_not_for_greedy_requests_and_forms(
-    option: str, temperature: float | None, is_free: bool, penalty: float | None
+    option: str,
+    temperature: float | None,
+    is_free: bool,
+    penalties: tuple[float | None, float | None],
 ) -> None:
-    recommended = SamplingDefaults(temperature=0.2, frequency_penalty=0.5)
+    recommended = SamplingDefaults(temperature=0.2, frequency_penalty=0.5, presence_penalty=0.25)
     options = ModelOptions([], None, {}, "auto", "auto", sampling_defaults(option))
     card = scripted_card(defaults=SamplingDefaults(top_k=40), recommended=recommended)
-    found = options.defaults_of(card).for_request(temperature, is_free=is_free)
-    assert (found.frequency_penalty, found.top_k) == (penalty, 40)
+    defaults = options.defaults_of(card)
+    found = defaults.for_request(temperature, is_free=is_free)
+    assert (found.frequency_penalty, found.presence_penalty) == penalties
+    assert found.top_k == 40
     assert found.temperature == (0.0 if "temperature" in option else 0.2)
+    own = defaults.for_request(temperature, is_free=is_free, has_penalties=True)
+    assert own == defaults.for_request(0.0)
 
 
 @pytest.mark.parametrize(

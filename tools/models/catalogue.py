@@ -46,7 +46,9 @@ CATALOGUE: dict[str, Entry] = {
             file_bytes=98_362_432,
             # The model's page recommends only temperature and top_p. With them, a third of the
             # longer answers repeats itself without an end (tests.benchmarks.default_sampling).
-            sampling=SamplingDefaults(temperature=0.2, top_p=0.9, frequency_penalty=0.5),
+            sampling=SamplingDefaults(
+                temperature=0.2, top_p=0.9, frequency_penalty=0.5, presence_penalty=0.5
+            ),
             file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
     )

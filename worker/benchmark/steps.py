@@ -42,7 +42,9 @@ from worker.step.runner import Runner
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
     "nucleus": SamplingParams(temperature=1.0, top_p=0.9),
-    "penalised": SamplingParams(temperature=0.2, top_p=0.9, frequency_penalty=0.5),
+    "penalised": SamplingParams(
+        temperature=0.2, top_p=0.9, frequency_penalty=0.5, presence_penalty=0.5
+    ),
 }
 TOKENS = 97
 """Prompts use only ids below this number, which exist in every vocabulary."""

@@ -200,7 +200,9 @@ class Preparation:
         marks, inside = start.marks, start.inside
         new_counter = partial(ReasoningCounter, marks, starts_inside=inside) if marks else None
         is_free = self.form is None and not plan.is_enforced
-        defaults = model.defaults.for_request(body.temperature, is_free=is_free)
+        defaults = model.defaults.for_request(
+            body.temperature, is_free=is_free, has_penalties=body.has_penalties
+        )
         choices = choices_of(body, defaults, model.tokenizer)
         return PromptRequest(
             prompt.ids,
@@ -269,7 +271,9 @@ class Completion:
         ends = model.infill.ends if fills_gap and model.infill is not None else ()
         form = answer_form(body)
         is_free = form is None and not fills_gap
-        defaults = model.defaults.for_request(body.temperature, is_free=is_free)
+        defaults = model.defaults.for_request(
+            body.temperature, is_free=is_free, has_penalties=body.has_penalties
+        )
         choices = choices_of(body, defaults, model.tokenizer)
         self._options = read_options(body, choices[0], continues=True, end_token_ids=ends)
         if ends:
