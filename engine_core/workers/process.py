@@ -12,6 +12,7 @@ import msgspec
 from protocol.config.worker import WorkerConfig
 from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import Lifeline
+from protocol.process.malloc import huge_page_environment
 from protocol.process.process_state import explain_kill, is_stopped, num_oom_kills
 from protocol.process.start_gate import gate_descriptors
 
@@ -45,7 +46,7 @@ class WorkerProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "worker", "--config", settings],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **self._lifeline.environment},
+            env={**os.environ, **huge_page_environment(), **self._lifeline.environment},
             pass_fds=[*self._lifeline.child_ends, *gate_descriptors()],
         )
         self._lifeline.on_started()

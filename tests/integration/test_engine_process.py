@@ -124,6 +124,12 @@ def raw(shared: EngineProcess) -> Iterator[RawClient]:
         yield client
 
 
+def test_a_worker_asks_for_huge_pages(shared: EngineProcess) -> None:
+    connect(shared).close()  # wait until it is ready
+    variables = Path(f"/proc/{shared.worker_pid}/environ").read_text().split("\0")
+    assert [each for each in variables if "glibc.malloc.hugetlb=1" in each]
+
+
 def a_generate(request: int, max_tokens: int = 1000) -> Generate:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return Generate(request=request, prompt=Int32.of([5, 6]), params=params)

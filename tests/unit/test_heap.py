@@ -1,14 +1,18 @@
-"""Memory that was needed temporarily is returned to the system."""
+"""Memory that was needed temporarily is returned to the system, and a worker gets huge pages."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from protocol.process.malloc import return_free_memory
+from protocol.process.malloc import huge_page_environment, return_free_memory
 
 PIECES, PIECE_BYTES = 512, 100_000
 """Pieces of this size are in the heap. Larger ones would be mapped, and unmapped when freed."""
@@ -34,3 +38,51 @@ def test_free_pages_below_one_that_is_not_free_go_back_to_the_system() -> None:
     return_free_memory()
     assert resident_bytes() < before - PIECES * PIECE_BYTES // 2
     libc.free(stays)
+
+
+# ---- huge pages
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""Which memory gets huge pages; the choice is in brackets."""
+LEAST_GLIBC = (2, 35)
+READS_PIECE = f"""
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+ctypes.memset(libc.malloc({64 << 20}), 1, {64 << 20})
+print(open("/proc/self/smaps_rollup").read())
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+        ({"GLIBC_TUNABLES": ""}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+        (
+            {"GLIBC_TUNABLES": "glibc.malloc.perturb=7"},
+            {"GLIBC_TUNABLES": "glibc.malloc.perturb=7:glibc.malloc.hugetlb=1"},
+        ),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, {}),
+    ],
+)
+def test_a_tunable_of_the_user_is_kept(given: dict[str, str], expected: dict[str, str]) -> None:
+    assert huge_page_environment(given) == expected
+
+
+def test_a_process_with_the_variable_has_huge_pages() -> None:
+    library, version = platform.libc_ver()
+    if not THP.exists() or "[madvise]" not in THP.read_text():
+        pytest.skip("needs a system that gives huge pages to programs that ask for them")
+    if library != "glibc" or tuple(map(int, version.split("."))) < LEAST_GLIBC:
+        pytest.skip("needs glibc 2.35")
+    found = {}
+    for way, variables in {"without": {}, "with": huge_page_environment({})}.items():
+        plain = {name: os.environ[name] for name in os.environ if name != "GLIBC_TUNABLES"}
+        text = subprocess.check_output(
+            [sys.executable, "-c", READS_PIECE], env=plain | variables, text=True
+        )
+        (kib,) = re.findall(r"AnonHugePages: +(\d+) kB", text)
+        found[way] = int(kib) << 10
+    if not found["with"]:
+        pytest.skip("the system has no huge page free")
+    assert found["with"] >= 32 << 20 > found["without"]

@@ -13,6 +13,7 @@ import msgspec
 
 from protocol.config.worker import WorkerConfig
 from protocol.process.exit_codes import ExitCode
+from protocol.process.malloc import huge_page_environment
 from protocol.tools.bench import PARTS, StepBench, StepBenchLine, StepBenchReady, StepTiming
 from tools.bench.report import aligned
 from tools.commands.models import add_model, resolve
@@ -102,7 +103,8 @@ def measure(config: StepBench) -> Iterator[StepBenchLine]:
     the child's error, if it fails."""
     encoded = msgspec.json.encode(config).decode()
     command = module_command("worker.benchmark", "--config", encoded)
-    return messages_of(command, StepBenchLine, "the benchmark")
+    environment = huge_page_environment()  # as the engine starts a worker
+    return messages_of(command, StepBenchLine, "the benchmark", environment=environment)
 
 
 def table(timings: Sequence[StepTiming]) -> str:

@@ -262,7 +262,12 @@ def run_module(
 
 
 def messages_of(
-    command: Sequence[str], kind: Any, name: str, *, exit_codes: Collection[int] = ()
+    command: Sequence[str],
+    kind: Any,
+    name: str,
+    *,
+    exit_codes: Collection[int] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Any]:
     """Run a `module_command` and yield the messages that it prints, a JSON text in each line. If
     the caller stops before the last one, terminate the process. Raises Failure, with the error of
@@ -271,6 +276,7 @@ def messages_of(
     kind         the type of the messages
     name         name of the process, for the error message: "the benchmark"
     exit_codes   exit codes of the process that are also those of the Failure
+    environment  variables added to this process's environment
     """
     with (
         subprocess.Popen(
@@ -278,7 +284,7 @@ def messages_of(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=child_environment(),
+            env=child_environment(environment or {}),
         ) as process,
         contextlib.ExitStack() as interrupted,
     ):

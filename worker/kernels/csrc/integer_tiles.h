@@ -17,9 +17,11 @@ namespace {
 // tiles would take long to compile. Without an instruction for quads, tiles would be slow to compile and not faster.
 constexpr int INTEGER_ROWS = LANES > 4 || SIGNED_QUADS ? 6 : 1;
 
-// Returns the vectors of outputs of a tile. One row has few sums, so all outputs of a panel are computed together, if an
-// instruction adds all four products.
-constexpr int vectors_of(int rows) { return rows == 1 && HAS_QUAD_PRODUCTS ? PANEL / LANES : TILE_VECTORS; }
+// Returns the vectors of outputs of a tile. One row has few sums, so all outputs of a panel are computed together, if there
+// are registers for them. Then memory is read once, in its order.
+constexpr int vectors_of(int rows) {
+    return rows == 1 && (HAS_QUAD_PRODUCTS || LANES > 4) ? PANEL / LANES : TILE_VECTORS;
+}
 
 // Groups of a panel, as they are stored, and unpacked if the format is not read in place.
 struct GroupRun {
