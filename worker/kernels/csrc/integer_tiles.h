@@ -21,6 +21,9 @@ constexpr int INTEGER_ROWS = LANES > 4 || SIGNED_QUADS ? 6 : 1;
 // instruction adds all four products.
 constexpr int vectors_of(int rows) { return rows == 1 && HAS_QUAD_PRODUCTS ? PANEL / LANES : TILE_VECTORS; }
 
+// Vectors of outputs whose integers are added at a time if what is unpacked needs registers as well.
+constexpr int QUAD_VECTORS = 4;
+
 // Groups of a panel, as they are stored, and unpacked if the format is not read in place.
 struct GroupRun {
     int64_t format, first, groups; // groups [first, first + groups)
@@ -60,10 +63,17 @@ template <int64_t FORMAT> struct GroupInPlace {
     static constexpr int BLOCKS = T.blocks;
     typedef QuadBlock<BLOCKS, greatest_of(T)> Block;
     static constexpr bool SIGNED = MULTIPLIES_SIGNED && Block::PLANES == 2; // one product instead of two
+    // Whether the scales of several groups are computed from factors that a span shares.
+    static constexpr bool IN_SPANS = SIGNED_QUADS && T.scales == BYTES && T.has_minima;
+    // Most vectors of outputs whose integers are added at a time. More sums of nibbles on ARM would leave no registers for
+    // what is unpacked.
+    static constexpr int MOST_VECTORS = SIGNED_QUADS && T.bits == 4 ? QUAD_VECTORS : PANEL / LANES;
     const uint8_t *header, *group;
 
     INLINE GroupInPlace(const GroupRun &run, int64_t g)
         : header(header_at(FORMAT, run.panel, run.first + g)), group(group_at(FORMAT, run.panel, run.first + g)) {}
+    // Continues with the next group of the same span.
+    INLINE void next() { group += group_bytes(FORMAT); }
 
     // Returns word `w` of a block for outputs o, ...: its signed bytes, or those of one plane with the offset added: the
     // lower nibbles in plane 0, the higher in plane 1.
@@ -93,6 +103,8 @@ template <int NUM_BLOCKS, bool HAS_MINIMA, int GREATEST> struct GroupUnpacked {
     static constexpr int BLOCKS = NUM_BLOCKS;
     typedef QuadBlock<BLOCKS, GREATEST> Block;
     static constexpr bool SIGNED = false;
+    static constexpr bool IN_SPANS = false;
+    static constexpr int MOST_VECTORS = PANEL / LANES;
     const Unpacked &unpacked;
     const int64_t g;
 
@@ -159,40 +171,115 @@ INLINE void multiply_quads(const G &group, int b, int o, const uint8_t *const (&
 }
 #endif
 
+// Reads the scales of VECTORS vectors of outputs o, ... of a panel. PREPARED: from factors that a span's groups share.
+template <class G, int VECTORS, bool PREPARED> struct SpanScales {
+    const int o;
+
+    INLINE SpanScales(const uint8_t *, int o) : o(o) {}
+    template <int SLICE> INLINE void of(const G &group, int b, int first, Scaling (&to)[SLICE]) {
+        for (int j = 0; j < SLICE; j++) to[j] = group.scaling(b, o + (first + j) * LANES);
+    }
+};
+
+#if defined(__ARM_FEATURE_DOTPROD)
+// Writes 2^23 + b for each of 16 bytes b: a byte with the upper bits of 2^23. Bytes after those that are used belong to the
+// group, too.
+INLINE void above_two_to_23(const uint8_t *from, Floats (&to)[4]) {
+    const uint8x16_t bytes = load_as<uint8x16_t>(from);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes), top = vdupq_n_u16(0x4b00);
+    to[0] = (Floats)vzip1q_u16(low, top), to[1] = (Floats)vzip2q_u16(low, top);
+    to[2] = (Floats)vzip1q_u16(high, top), to[3] = (Floats)vzip2q_u16(high, top);
+}
+
+// A unit u and a byte b are multiplied as u * (2^23 + b) - u * 2^23, rounded once, which is exact as u * b is. That takes
+// half of the instructions that convert a byte.
+template <class G, int VECTORS> struct SpanScales<G, VECTORS, true> {
+    alignas(64) float factors[VECTORS][4][LANES];
+    const int o;
+
+    INLINE SpanScales(const uint8_t *header, int o) : o(o) {
+        const uint16_t *halves = (const uint16_t *)header + o;
+        for (int j = 0; j < VECTORS; j++)
+            for (int i = 0; i < 2; i++) {
+                const Floats unit = load_f16(halves + i * PANEL + j * LANES);
+                store(factors[j][2 * i], unit);
+                store(factors[j][2 * i + 1], unit * -0x1p23f);
+            }
+    }
+    template <int SLICE> INLINE void of(const G &group, int b, int first, Scaling (&to)[SLICE]) {
+        static_assert(SLICE <= 4, "");
+        const uint8_t *bytes = group.group + o + first * LANES;
+        Floats scale[4], minimum[4];
+        above_two_to_23(bytes, scale);
+        above_two_to_23(bytes + PANEL, minimum);
+        for (int j = 0; j < SLICE; j++) {
+            const float(&of)[4][LANES] = factors[first + j];
+            to[j].scale = fused(load(of[0]), scale[j], load(of[1]));
+            to[j].minimum = -fused(load(of[2]), minimum[j], load(of[3]));
+        }
+    }
+};
+#endif
+
+// Multiplies a tile of ROWS rows by group g of the run, and adds the products to the sums of VECTORS vectors of outputs.
+template <int ROWS, int VECTORS, class G, class S>
+INLINE void multiply_group(const IntegerTile &tile, const G &group, int64_t g, int o, S &scales,
+                           Floats (&sums)[ROWS][VECTORS]) {
+    constexpr int BLOCKS = G::BLOCKS, SLICE = VECTORS < G::MOST_VECTORS ? VECTORS : G::MOST_VECTORS;
+    const RoundedGroups x = tile.x;
+    const int offset = G::offset(tile.weights);
+    const uint8_t *bytes[ROWS];
+    for (int m = 0; m < ROWS; m++) bytes[m] = x.bytes + (tile.at[m] + g) * GROUP;
+    for (int b = 0; b < BLOCKS; b++)
+#pragma GCC unroll 2
+        for (int first = 0; first < VECTORS; first += SLICE) {
+            Ints total[ROWS][SLICE];
+            for (int m = 0; m < ROWS; m++)
+                for (int j = 0; j < SLICE; j++) total[m][j] = no_products();
+            multiply_quads<ROWS, SLICE>(group, b, o + first * LANES, bytes, total);
+            Scaling scaling[SLICE];
+            scales.template of<SLICE>(group, b, first, scaling);
+            for (int j = 0; j < SLICE; j++)
+                for (int m = 0; m < ROWS; m++) {
+                    const int64_t block = (tile.at[m] + g) * BLOCKS + b;
+                    // Formats with minima have no negative integers, and so no offset.
+                    const Ints whole = G::MINIMA || G::SIGNED
+                                           ? total[m][j]
+                                           : total[m][j] - offset * x.totals[BLOCKS - 1][block];
+                    const Floats scale = scaling[j].scale * x.scales[tile.at[m] + g];
+                    Floats &sum = sums[m][first + j];
+                    sum = fused(scale, as_floats(whole), sum);
+                    if (G::MINIMA) sum = fused(scaling[j].minimum, splat(x.sums[BLOCKS - 1][block]), sum);
+                }
+        }
+}
+
 // Multiplies a tile of ROWS rows by groups that G reads. LISTED: by those of the run's list.
 template <int ROWS, class G, bool LISTED = false> INLINE void multiply_groups(const IntegerTile &tile) {
-    constexpr int BLOCKS = G::BLOCKS, VECTORS = vectors_of(ROWS);
+    constexpr int VECTORS = vectors_of(ROWS);
     const GroupRun &run = tile.weights;
-    const RoundedGroups &x = tile.x;
-    const int offset = G::offset(run);
     for (int o = 0; o < PANEL; o += VECTORS * LANES) {
         Floats sums[ROWS][VECTORS];
         for (int m = 0; m < ROWS; m++)
             for (int j = 0; j < VECTORS; j++) sums[m][j] = load(tile.sums[m] + o + j * LANES);
-        for (int64_t g = 0; g < run.groups; g++) {
-            const G group(run, LISTED ? run.listed[g] : g);
-            if (o == 0) tile.ahead.prefetch(g);
-            const uint8_t *bytes[ROWS];
-            for (int m = 0; m < ROWS; m++) bytes[m] = x.bytes + (tile.at[m] + g) * GROUP;
-            for (int b = 0; b < BLOCKS; b++) {
-                Ints total[ROWS][VECTORS] = {};
-                multiply_quads<ROWS, VECTORS>(group, b, o, bytes, total);
-                for (int j = 0; j < VECTORS; j++) {
-                    const Scaling scaling = group.scaling(b, o + j * LANES);
-                    for (int m = 0; m < ROWS; m++) {
-                        const int64_t block = (tile.at[m] + g) * BLOCKS + b;
-                        // Formats with minima have no negative integers, and so no offset.
-                        const Ints whole = G::MINIMA || G::SIGNED
-                                               ? total[m][j]
-                                               : total[m][j] - offset * x.totals[BLOCKS - 1][block];
-                        const Floats scale = scaling.scale * x.scales[tile.at[m] + g];
-                        sums[m][j] = fused(scale, __builtin_convertvector(whole, Floats), sums[m][j]);
-                        if (G::MINIMA)
-                            sums[m][j] = fused(scaling.minimum, splat(x.sums[BLOCKS - 1][block]), sums[m][j]);
-                    }
+        if constexpr (G::IN_SPANS && !LISTED) {
+            for (int64_t g = 0; g < run.groups;) {
+                const int64_t left = SPAN - (run.first + g) % SPAN;
+                const int64_t end = left < run.groups - g ? g + left : run.groups;
+                G group(run, g);
+                SpanScales<G, VECTORS, true> scales(group.header, o);
+                for (; g < end; g++, group.next()) {
+                    if (o == 0) tile.ahead.prefetch(g);
+                    multiply_group<ROWS, VECTORS>(tile, group, g, o, scales, sums);
                 }
             }
-        }
+        } else
+            for (int64_t g = 0; g < run.groups; g++) {
+                const G group(run, LISTED ? run.listed[g] : g);
+                SpanScales<G, VECTORS, false> scales(nullptr, o);
+                if (o == 0) tile.ahead.prefetch(g);
+                multiply_group<ROWS, VECTORS>(tile, group, g, o, scales, sums);
+            }
         for (int m = 0; m < ROWS; m++)
             for (int j = 0; j < VECTORS; j++) store(tile.sums[m] + o + j * LANES, sums[m][j]);
     }

@@ -48,6 +48,17 @@ constexpr bool SIGNED_QUADS = true;
 constexpr bool SIGNED_QUADS = false;
 #endif
 
+// Sums of products start at no_products(), and as_floats converts them. On ARM they start at the bits of 1.5 * 2^23. As a
+// float, a sum is this number plus the integers, exactly, if these are less than 2^22. So a subtraction converts them, which
+// more units of the processor can do than the instruction that converts.
+#if defined(__ARM_FEATURE_DOTPROD)
+INLINE Ints no_products() { return (Ints)splat(0x1.8p23f); }
+INLINE Floats as_floats(Ints sums) { return (Floats)sums - 0x1.8p23f; }
+#else
+INLINE Ints no_products() { return Ints{}; }
+INLINE Floats as_floats(Ints sums) { return __builtin_convertvector(sums, Floats); }
+#endif
+
 // Whether an instruction multiplies quads and adds all four products in 32 bits.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 constexpr bool HAS_QUAD_PRODUCTS = true;
