@@ -22,7 +22,7 @@ constexpr int INTEGER_ROWS = LANES > 4 || SIGNED_QUADS ? 6 : 1;
 constexpr int vectors_of(int rows) { return rows == 1 && HAS_QUAD_PRODUCTS ? PANEL / LANES : TILE_VECTORS; }
 
 // Vectors of outputs whose integers are added at a time if what is unpacked needs registers as well.
-constexpr int QUAD_VECTORS = 4;
+constexpr int FEW_VECTORS = 4;
 
 // Groups of a panel, as they are stored, and unpacked if the format is not read in place.
 struct GroupRun {
@@ -65,9 +65,8 @@ template <int64_t FORMAT> struct GroupInPlace {
     static constexpr bool SIGNED = MULTIPLIES_SIGNED && Block::PLANES == 2; // one product instead of two
     // Whether the scales of several groups are computed from factors that a span shares.
     static constexpr bool IN_SPANS = SIGNED_QUADS && T.scales == BYTES && T.has_minima;
-    // Most vectors of outputs whose integers are added at a time. More sums of nibbles on ARM would leave no registers for
-    // what is unpacked.
-    static constexpr int MOST_VECTORS = SIGNED_QUADS && T.bits == 4 ? QUAD_VECTORS : PANEL / LANES;
+    // Most vectors of outputs whose integers are added at a time. On ARM, more would leave too few registers for nibbles.
+    static constexpr int MOST_VECTORS = SIGNED_QUADS && T.bits == 4 ? FEW_VECTORS : PANEL / LANES;
     const uint8_t *header, *group;
 
     INLINE GroupInPlace(const GroupRun &run, int64_t g)
@@ -171,60 +170,67 @@ INLINE void multiply_quads(const G &group, int b, int o, const uint8_t *const (&
 }
 #endif
 
-// Reads the scales of VECTORS vectors of outputs o, ... of a panel. PREPARED: from factors that a span's groups share.
-template <class G, int VECTORS, bool PREPARED> struct SpanScales {
+// Reads the scales of VECTORS vectors of outputs o, ... of a panel.
+template <class G, int VECTORS> struct ScalesOfGroup {
     const int o;
 
-    INLINE SpanScales(const uint8_t *, int o) : o(o) {}
-    template <int SLICE> INLINE void of(const G &group, int b, int first, Scaling (&to)[SLICE]) {
+    // Writes the scales of vectors first, ... and block `b` of a group to `to`.
+    template <int SLICE> INLINE void read(const G &group, int b, int first, Scaling (&to)[SLICE]) const {
         for (int j = 0; j < SLICE; j++) to[j] = group.scaling(b, o + (first + j) * LANES);
     }
 };
 
 #if defined(__ARM_FEATURE_DOTPROD)
-// Writes 2^23 + b for each of 16 bytes b: a byte with the upper bits of 2^23. Bytes after those that are used belong to the
-// group, too.
-INLINE void above_two_to_23(const uint8_t *from, Floats (&to)[4]) {
-    const uint8x16_t bytes = load_as<uint8x16_t>(from);
-    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes), top = vdupq_n_u16(0x4b00);
-    to[0] = (Floats)vzip1q_u16(low, top), to[1] = (Floats)vzip2q_u16(low, top);
-    to[2] = (Floats)vzip1q_u16(high, top), to[3] = (Floats)vzip2q_u16(high, top);
-}
-
-// A unit u and a byte b are multiplied as u * (2^23 + b) - u * 2^23, rounded once, which is exact as u * b is. That takes
+// The same for the groups of a span, whose scales and minima are bytes. A unit u and a byte b are multiplied as
+// u * (2^23 + b) - u * 2^23, rounded once, which is exact as u * b is. For 2^23 + b is a byte with the upper bits of 2^23:
 // half of the instructions that convert a byte.
-template <class G, int VECTORS> struct SpanScales<G, VECTORS, true> {
-    alignas(64) float factors[VECTORS][4][LANES];
+template <class G, int VECTORS> struct ScalesOfSpan {
+    alignas(64) float units[VECTORS][2][LANES], steps[VECTORS][2][LANES]; // u, and -u * 2^23
     const int o;
 
-    INLINE SpanScales(const uint8_t *header, int o) : o(o) {
+    INLINE ScalesOfSpan(const uint8_t *header, int o) : o(o) {
         const uint16_t *halves = (const uint16_t *)header + o;
-        for (int j = 0; j < VECTORS; j++)
-            for (int i = 0; i < 2; i++) {
-                const Floats unit = load_f16(halves + i * PANEL + j * LANES);
-                store(factors[j][2 * i], unit);
-                store(factors[j][2 * i + 1], unit * -0x1p23f);
-            }
-    }
-    template <int SLICE> INLINE void of(const G &group, int b, int first, Scaling (&to)[SLICE]) {
-        static_assert(SLICE <= 4, "");
-        const uint8_t *bytes = group.group + o + first * LANES;
-        Floats scale[4], minimum[4];
-        above_two_to_23(bytes, scale);
-        above_two_to_23(bytes + PANEL, minimum);
-        for (int j = 0; j < SLICE; j++) {
-            const float(&of)[4][LANES] = factors[first + j];
-            to[j].scale = fused(load(of[0]), scale[j], load(of[1]));
-            to[j].minimum = -fused(load(of[2]), minimum[j], load(of[3]));
+        for (int j = 0; j < VECTORS; j++) {
+            put(halves + j * LANES, units[j]);
+            put(halves + PANEL + j * LANES, steps[j]);
         }
+    }
+    template <int SLICE> INLINE void read(const G &group, int, int first, Scaling (&to)[SLICE]) const {
+        const uint8_t *bytes = group.group + o + first * LANES;
+        Floats scales[4], minima[4];
+        above_power(bytes, scales);
+        above_power(bytes + PANEL, minima);
+        for (int j = 0; j < SLICE; j++)
+            to[j] = {product(units[first + j], scales[j]), -product(steps[first + j], minima[j])};
+    }
+
+private:
+    static INLINE void put(const uint16_t *halves, float (&to)[2][LANES]) {
+        const Floats unit = load_f16(halves);
+        store(to[0], unit);
+        store(to[1], unit * -0x1p23f);
+    }
+    static INLINE Floats product(const float (&unit)[2][LANES], Floats byte) {
+        return fused(load(unit[0]), byte, load(unit[1]));
+    }
+    // Writes 2^23 + b for each of 16 bytes b. Bytes after those that are used belong to the group, too.
+    static INLINE void above_power(const uint8_t *from, Floats (&to)[4]) {
+        const uint8x16_t bytes = load_as<uint8x16_t>(from);
+        const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes), upper = vdupq_n_u16(0x4b00);
+        to[0] = (Floats)vzip1q_u16(low, upper), to[1] = (Floats)vzip2q_u16(low, upper);
+        to[2] = (Floats)vzip1q_u16(high, upper), to[3] = (Floats)vzip2q_u16(high, upper);
     }
 };
 #endif
 
-// Multiplies a tile of ROWS rows by group g of the run, and adds the products to the sums of VECTORS vectors of outputs.
+// Multiplies the groups of x that belong to the run's group g by that group, and adds the products to the sums of
+// VECTORS vectors of outputs.
 template <int ROWS, int VECTORS, class G, class S>
-INLINE void multiply_group(const IntegerTile &tile, const G &group, int64_t g, int o, S &scales,
+INLINE void multiply_group(const IntegerTile &tile, int64_t g, const G &group, const S &scales,
                            Floats (&sums)[ROWS][VECTORS]) {
+    // The sums of many rows leave no register for the number that they would start at.
+    typedef std::conditional_t<SIGNED_QUADS && ROWS == 1, FromPower, FromZero> Sums;
+    static_assert(GROUP * 128 * 127 < 1 << 22, "FromPower converts the sum of a group");
     constexpr int BLOCKS = G::BLOCKS, SLICE = VECTORS < G::MOST_VECTORS ? VECTORS : G::MOST_VECTORS;
     const RoundedGroups x = tile.x;
     const int offset = G::offset(tile.weights);
@@ -235,10 +241,10 @@ INLINE void multiply_group(const IntegerTile &tile, const G &group, int64_t g, i
         for (int first = 0; first < VECTORS; first += SLICE) {
             Ints total[ROWS][SLICE];
             for (int m = 0; m < ROWS; m++)
-                for (int j = 0; j < SLICE; j++) total[m][j] = no_products();
-            multiply_quads<ROWS, SLICE>(group, b, o + first * LANES, bytes, total);
+                for (int j = 0; j < SLICE; j++) total[m][j] = Sums::start();
+            multiply_quads<ROWS, SLICE>(group, b, scales.o + first * LANES, bytes, total);
             Scaling scaling[SLICE];
-            scales.template of<SLICE>(group, b, first, scaling);
+            scales.template read<SLICE>(group, b, first, scaling);
             for (int j = 0; j < SLICE; j++)
                 for (int m = 0; m < ROWS; m++) {
                     const int64_t block = (tile.at[m] + g) * BLOCKS + b;
@@ -248,7 +254,7 @@ INLINE void multiply_group(const IntegerTile &tile, const G &group, int64_t g, i
                                            : total[m][j] - offset * x.totals[BLOCKS - 1][block];
                     const Floats scale = scaling[j].scale * x.scales[tile.at[m] + g];
                     Floats &sum = sums[m][first + j];
-                    sum = fused(scale, as_floats(whole), sum);
+                    sum = fused(scale, Sums::floats(whole), sum);
                     if (G::MINIMA) sum = fused(scaling[j].minimum, splat(x.sums[BLOCKS - 1][block]), sum);
                 }
         }
@@ -262,23 +268,21 @@ template <int ROWS, class G, bool LISTED = false> INLINE void multiply_groups(co
         Floats sums[ROWS][VECTORS];
         for (int m = 0; m < ROWS; m++)
             for (int j = 0; j < VECTORS; j++) sums[m][j] = load(tile.sums[m] + o + j * LANES);
-        if constexpr (G::IN_SPANS && !LISTED) {
+        if constexpr (G::IN_SPANS && !LISTED)
             for (int64_t g = 0; g < run.groups;) {
-                const int64_t left = SPAN - (run.first + g) % SPAN;
-                const int64_t end = left < run.groups - g ? g + left : run.groups;
+                const int64_t left = SPAN - (run.first + g) % SPAN, end = left < run.groups - g ? g + left : run.groups;
                 G group(run, g);
-                SpanScales<G, VECTORS, true> scales(group.header, o);
+                const ScalesOfSpan<G, VECTORS> scales(group.header, o);
                 for (; g < end; g++, group.next()) {
                     if (o == 0) tile.ahead.prefetch(g);
-                    multiply_group<ROWS, VECTORS>(tile, group, g, o, scales, sums);
+                    multiply_group<ROWS>(tile, g, group, scales, sums);
                 }
             }
-        } else
+        else
             for (int64_t g = 0; g < run.groups; g++) {
                 const G group(run, LISTED ? run.listed[g] : g);
-                SpanScales<G, VECTORS, false> scales(nullptr, o);
                 if (o == 0) tile.ahead.prefetch(g);
-                multiply_group<ROWS, VECTORS>(tile, group, g, o, scales, sums);
+                multiply_group<ROWS>(tile, g, group, ScalesOfGroup<G, VECTORS>{o}, sums);
             }
         for (int m = 0; m < ROWS; m++)
             for (int j = 0; j < VECTORS; j++) store(tile.sums[m] + o + j * LANES, sums[m][j]);
