@@ -4,7 +4,8 @@
 
 The loop over the groups of a panel is compiled for each set, and llvm-mca simulates it for each
 processor. The table has cycles per 1,024 weights and row, all in the first-level cache: an estimate
-of what the instructions allow, not of a step. It needs
+of what the instructions allow, not of a step. What is computed once for a span of groups, such as
+the factors of Q4_K's scales, is not counted. It needs
 aarch64-linux-gnu-g++, or the compiler that is named, and llvm-mca. Versions before 16 have one
 model, of a Cortex-A57, for all processors but Apple's.
 """

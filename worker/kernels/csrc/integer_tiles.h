@@ -23,6 +23,9 @@ constexpr int vectors_of(int rows) {
     return rows == 1 && (HAS_QUAD_PRODUCTS || LANES > 4) ? PANEL / LANES : TILE_VECTORS;
 }
 
+// Vectors of outputs whose integers are added at a time if what is unpacked needs registers as well.
+constexpr int FEW_VECTORS = 4;
+
 // Groups of a panel, as they are stored, and unpacked if the format is not read in place.
 struct GroupRun {
     int64_t format, first, groups; // groups [first, first + groups)
@@ -62,10 +65,16 @@ template <int64_t FORMAT> struct GroupInPlace {
     static constexpr int BLOCKS = T.blocks;
     typedef QuadBlock<BLOCKS, greatest_of(T)> Block;
     static constexpr bool SIGNED = MULTIPLIES_SIGNED && Block::PLANES == 2; // one product instead of two
+    // Whether the scales of several groups are computed from factors that a span shares.
+    static constexpr bool IN_SPANS = SIGNED_QUADS && T.scales == BYTES && T.has_minima;
+    // Most vectors of outputs whose integers are added at a time. On ARM, more would leave too few registers for nibbles.
+    static constexpr int MOST_VECTORS = SIGNED_QUADS && T.bits == 4 ? FEW_VECTORS : PANEL / LANES;
     const uint8_t *header, *group;
 
     INLINE GroupInPlace(const GroupRun &run, int64_t g)
         : header(header_at(FORMAT, run.panel, run.first + g)), group(group_at(FORMAT, run.panel, run.first + g)) {}
+    // Continues with the next group of the same span.
+    INLINE void next() { group += group_bytes(FORMAT); }
 
     // Returns word `w` of a block for outputs o, ...: its signed bytes, or those of one plane with the offset added: the
     // lower nibbles in plane 0, the higher in plane 1.
@@ -95,6 +104,8 @@ template <int NUM_BLOCKS, bool HAS_MINIMA, int GREATEST> struct GroupUnpacked {
     static constexpr int BLOCKS = NUM_BLOCKS;
     typedef QuadBlock<BLOCKS, GREATEST> Block;
     static constexpr bool SIGNED = false;
+    static constexpr bool IN_SPANS = false;
+    static constexpr int MOST_VECTORS = PANEL / LANES;
     const Unpacked &unpacked;
     const int64_t g;
 
@@ -161,40 +172,120 @@ INLINE void multiply_quads(const G &group, int b, int o, const uint8_t *const (&
 }
 #endif
 
+// Reads the scales of VECTORS vectors of outputs o, ... of a panel.
+template <class G, int VECTORS> struct ScalesOfGroup {
+    const int o;
+
+    // Writes the scales of vectors first, ... and block `b` of a group to `to`.
+    template <int SLICE> INLINE void read(const G &group, int b, int first, Scaling (&to)[SLICE]) const {
+        for (int j = 0; j < SLICE; j++) to[j] = group.scaling(b, o + (first + j) * LANES);
+    }
+};
+
+#if defined(__ARM_FEATURE_DOTPROD)
+// The same for the groups of a span, whose scales and minima are bytes. A unit u and a byte b are multiplied as
+// u * (2^23 + b) - u * 2^23, rounded once, which is exact as u * b is. For 2^23 + b is a byte with the upper bits of 2^23:
+// half of the instructions that convert a byte.
+template <class G, int VECTORS> struct ScalesOfSpan {
+    alignas(64) float units[VECTORS][2][LANES], steps[VECTORS][2][LANES]; // u, and -u * 2^23
+    const int o;
+
+    INLINE ScalesOfSpan(const uint8_t *header, int o) : o(o) {
+        const uint16_t *halves = (const uint16_t *)header + o;
+        for (int j = 0; j < VECTORS; j++) {
+            put(halves + j * LANES, units[j]);
+            put(halves + PANEL + j * LANES, steps[j]);
+        }
+    }
+    template <int SLICE> INLINE void read(const G &group, int, int first, Scaling (&to)[SLICE]) const {
+        const uint8_t *bytes = group.group + o + first * LANES;
+        Floats scales[4], minima[4];
+        above_power(bytes, scales);
+        above_power(bytes + PANEL, minima);
+        for (int j = 0; j < SLICE; j++)
+            to[j] = {product(units[first + j], scales[j]), -product(steps[first + j], minima[j])};
+    }
+
+private:
+    static INLINE void put(const uint16_t *halves, float (&to)[2][LANES]) {
+        const Floats unit = load_f16(halves);
+        store(to[0], unit);
+        store(to[1], unit * -0x1p23f);
+    }
+    static INLINE Floats product(const float (&unit)[2][LANES], Floats byte) {
+        return fused(load(unit[0]), byte, load(unit[1]));
+    }
+    // Writes 2^23 + b for each of 16 bytes b. Bytes after those that are used belong to the group, too.
+    static INLINE void above_power(const uint8_t *from, Floats (&to)[4]) {
+        const uint8x16_t bytes = load_as<uint8x16_t>(from);
+        const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes), upper = vdupq_n_u16(0x4b00);
+        to[0] = (Floats)vzip1q_u16(low, upper), to[1] = (Floats)vzip2q_u16(low, upper);
+        to[2] = (Floats)vzip1q_u16(high, upper), to[3] = (Floats)vzip2q_u16(high, upper);
+    }
+};
+#endif
+
+// Multiplies the groups of x that belong to the run's group g by that group, and adds the products to the sums of
+// VECTORS vectors of outputs.
+template <int ROWS, int VECTORS, class G, class S>
+INLINE void multiply_group(const IntegerTile &tile, int64_t g, const G &group, const S &scales,
+                           Floats (&sums)[ROWS][VECTORS]) {
+    // The sums of many rows leave no register for the number that they would start at.
+    typedef std::conditional_t<SIGNED_QUADS && ROWS == 1, FromPower, FromZero> Sums;
+    static_assert(GROUP * 128 * 127 < 1 << 22, "FromPower converts the sum of a group");
+    constexpr int BLOCKS = G::BLOCKS, SLICE = VECTORS < G::MOST_VECTORS ? VECTORS : G::MOST_VECTORS;
+    const RoundedGroups x = tile.x;
+    const int offset = G::offset(tile.weights);
+    const uint8_t *bytes[ROWS];
+    for (int m = 0; m < ROWS; m++) bytes[m] = x.bytes + (tile.at[m] + g) * GROUP;
+    for (int b = 0; b < BLOCKS; b++)
+#pragma GCC unroll 2
+        for (int first = 0; first < VECTORS; first += SLICE) {
+            Ints total[ROWS][SLICE];
+            for (int m = 0; m < ROWS; m++)
+                for (int j = 0; j < SLICE; j++) total[m][j] = Sums::start();
+            multiply_quads<ROWS, SLICE>(group, b, scales.o + first * LANES, bytes, total);
+            Scaling scaling[SLICE];
+            scales.template read<SLICE>(group, b, first, scaling);
+            for (int j = 0; j < SLICE; j++)
+                for (int m = 0; m < ROWS; m++) {
+                    const int64_t block = (tile.at[m] + g) * BLOCKS + b;
+                    // Formats with minima have no negative integers, and so no offset.
+                    const Ints whole = G::MINIMA || G::SIGNED
+                                           ? total[m][j]
+                                           : total[m][j] - offset * x.totals[BLOCKS - 1][block];
+                    const Floats scale = scaling[j].scale * x.scales[tile.at[m] + g];
+                    Floats &sum = sums[m][first + j];
+                    sum = fused(scale, Sums::floats(whole), sum);
+                    if (G::MINIMA) sum = fused(scaling[j].minimum, splat(x.sums[BLOCKS - 1][block]), sum);
+                }
+        }
+}
+
 // Multiplies a tile of ROWS rows by groups that G reads. LISTED: by those of the run's list.
 template <int ROWS, class G, bool LISTED = false> INLINE void multiply_groups(const IntegerTile &tile) {
-    constexpr int BLOCKS = G::BLOCKS, VECTORS = vectors_of(ROWS);
+    constexpr int VECTORS = vectors_of(ROWS);
     const GroupRun &run = tile.weights;
-    const RoundedGroups &x = tile.x;
-    const int offset = G::offset(run);
     for (int o = 0; o < PANEL; o += VECTORS * LANES) {
         Floats sums[ROWS][VECTORS];
         for (int m = 0; m < ROWS; m++)
             for (int j = 0; j < VECTORS; j++) sums[m][j] = load(tile.sums[m] + o + j * LANES);
-        for (int64_t g = 0; g < run.groups; g++) {
-            const G group(run, LISTED ? run.listed[g] : g);
-            if (o == 0) tile.ahead.prefetch(g);
-            const uint8_t *bytes[ROWS];
-            for (int m = 0; m < ROWS; m++) bytes[m] = x.bytes + (tile.at[m] + g) * GROUP;
-            for (int b = 0; b < BLOCKS; b++) {
-                Ints total[ROWS][VECTORS] = {};
-                multiply_quads<ROWS, VECTORS>(group, b, o, bytes, total);
-                for (int j = 0; j < VECTORS; j++) {
-                    const Scaling scaling = group.scaling(b, o + j * LANES);
-                    for (int m = 0; m < ROWS; m++) {
-                        const int64_t block = (tile.at[m] + g) * BLOCKS + b;
-                        // Formats with minima have no negative integers, and so no offset.
-                        const Ints whole = G::MINIMA || G::SIGNED
-                                               ? total[m][j]
-                                               : total[m][j] - offset * x.totals[BLOCKS - 1][block];
-                        const Floats scale = scaling.scale * x.scales[tile.at[m] + g];
-                        sums[m][j] = fused(scale, __builtin_convertvector(whole, Floats), sums[m][j]);
-                        if (G::MINIMA)
-                            sums[m][j] = fused(scaling.minimum, splat(x.sums[BLOCKS - 1][block]), sums[m][j]);
-                    }
+        if constexpr (G::IN_SPANS && !LISTED)
+            for (int64_t g = 0; g < run.groups;) {
+                const int64_t left = SPAN - (run.first + g) % SPAN, end = left < run.groups - g ? g + left : run.groups;
+                G group(run, g);
+                const ScalesOfSpan<G, VECTORS> scales(group.header, o);
+                for (; g < end; g++, group.next()) {
+                    if (o == 0) tile.ahead.prefetch(g);
+                    multiply_group<ROWS>(tile, g, group, scales, sums);
                 }
             }
-        }
+        else
+            for (int64_t g = 0; g < run.groups; g++) {
+                const G group(run, LISTED ? run.listed[g] : g);
+                if (o == 0) tile.ahead.prefetch(g);
+                multiply_group<ROWS>(tile, g, group, ScalesOfGroup<G, VECTORS>{o}, sums);
+            }
         for (int m = 0; m < ROWS; m++)
             for (int j = 0; j < VECTORS; j++) store(tile.sums[m] + o + j * LANES, sums[m][j]);
     }

@@ -48,6 +48,19 @@ constexpr bool SIGNED_QUADS = true;
 constexpr bool SIGNED_QUADS = false;
 #endif
 
+// The integers that sums of products of quads start at, and the conversion of such sums.
+struct FromZero {
+    static INLINE Ints start() { return Ints{}; }
+    static INLINE Floats floats(Ints sums) { return __builtin_convertvector(sums, Floats); }
+};
+
+// The same from the bits of 1.5 * 2^23. As a float, a sum is this number plus the integers, exactly, if their magnitude is
+// less than 2^22. So one subtraction converts them. More units of most processors subtract than convert.
+struct FromPower {
+    static INLINE Ints start() { return (Ints)splat(0x1.8p23f); }
+    static INLINE Floats floats(Ints sums) { return (Floats)sums - 0x1.8p23f; }
+};
+
 // Whether an instruction multiplies quads and adds all four products in 32 bits.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 constexpr bool HAS_QUAD_PRODUCTS = true;
