@@ -24,6 +24,7 @@ from engine_core.workers.link import WorkerLink
 from engine_core.workers.process import StoppedBySignal, WorkerLost
 from protocol.config.engine import EngineConfig
 from protocol.process.exit_codes import DRAINED, ExitCode
+from protocol.process.imports import without_collections
 from protocol.process.lifeline import attach_to_parent
 from protocol.process.log_lines import log_to_stderr
 from protocol.process.process_title import set_title
@@ -85,7 +86,8 @@ def run(config: EngineConfig) -> int:
         worker = WorkerLink(context, config, address, key)
         try:
             # Imported while the worker imports torch, so that the worker starts sooner.
-            from engine_core.loop import EngineLoop
+            with without_collections():
+                from engine_core.loop import EngineLoop
 
             loop = EngineLoop(config, context, wakeup, worker, key, journal, publisher)
             loop.run()
