@@ -2,9 +2,10 @@
 
 Its argument is JSON: {"port": int, "commands": [[name, python source], ...]}, and optionally
 "start_timeout_s", "drain_s", "survivors_s", "max_restarts", "log_format", and "probe_every_s", the
-interval of the probes that no output of a child causes. The first command is supervised as a gateway. A command may also have a group and an address: [name, source, group,
-address]. "directory" is the directory of the control socket. "models" are the names of the models
-that are not loaded at the start, each with one group of engines; "max_loaded" is their limit.
+interval of the probes that no output of a child causes. The first command is supervised as a
+gateway. A command may also have a group and an address: [name, source, group, address].
+"directory" is the directory of the control socket. "models" are the names of the models that are
+not loaded at the start, each with one group of engines; "max_loaded" is their limit.
 """
 
 from __future__ import annotations
