@@ -28,6 +28,7 @@ from engine_core.result_sender import send_results
 from engine_core.saved_adapters import AdapterRestore
 from engine_core.startup import build_engine
 from engine_core.workers.link import WorkerLink
+from engine_core.workers.process import StoppedBySignal
 from engine_core.workers.watch import WorkerWatch
 from protocol.config.engine import EngineConfig
 from protocol.engine.attachments import attached_bytes
@@ -89,14 +90,11 @@ TIMELINES_S = 0.001
 """Most seconds that one turn spends on timelines, which delays the next step by as much."""
 
 
-class StoppedBySignal(Exception):
-    """Raised after SIGQUIT, which stops the process at once."""
-
-
 class EngineLoop:
     """The event loop of one engine process.
 
     - wakeup: a file descriptor from which the numbers of received signals can be read
+    - worker: the workers, which have been started
     - key: the cluster's key; None if the engine is not part of a cluster
     - journal: records all input of the engine; None for no journal
     - publisher: sends KV events to subscribers; None for no events
@@ -107,6 +105,7 @@ class EngineLoop:
         config: EngineConfig,
         context: zmq.Context[zmq.Socket[bytes]],
         wakeup: int,
+        worker: WorkerLink,
         key: ClusterKey | None = None,
         journal: Writer | None = None,
         publisher: EventPublisher | None = None,
@@ -125,9 +124,8 @@ class EngineLoop:
             on_client_lost=self._on_client_lost,
         )
         self._clients = self._mailbox.clients
-        worker_address = config.worker.address or config.address + ".worker"
-        self._worker = WorkerLink(context, config, worker_address, key)
-        self.restore = AdapterRestore.from_config(config, worker_address)
+        self._worker = worker
+        self.restore = AdapterRestore.from_config(config, worker.address)
         #: None until the worker is ready.
         self._engine: Engine | None = None
         self._model: ModelCard | None = None

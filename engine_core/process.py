@@ -3,6 +3,9 @@
 The exit codes are declared in protocol/process/exit_codes.py. The code is 0 if the engine was
 drained on request (SIGTERM, SIGINT or a Drain message) or stopped by SIGQUIT. The last log line
 names the cause. The engine also drains when its parent process has ended.
+
+The worker takes longest to start, so this module imports only what is needed to start it. The
+engine itself is imported after that.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ import msgspec
 import zmq
 
 from engine_core.connections.event_publisher import EventPublisher
-from engine_core.journal.file import Writer
-from engine_core.loop import EngineLoop, StoppedBySignal
-from engine_core.workers.process import WorkerLost
+from engine_core.workers.link import WorkerLink
+from engine_core.workers.process import StoppedBySignal, WorkerLost
 from protocol.config.engine import EngineConfig
 from protocol.process.exit_codes import DRAINED, ExitCode
+from protocol.process.imports import without_collections
 from protocol.process.lifeline import attach_to_parent
 from protocol.process.log_lines import log_to_stderr
 from protocol.process.process_title import set_title
@@ -65,6 +68,8 @@ def run(config: EngineConfig) -> int:
             sockets.check_address(config.worker_address, key)
         journal = None
         if config.journal:
+            from engine_core.journal.file import Writer  # it imports the whole engine
+
             wait_at_gate()  # a new file removes an old one, which a refused model must not do
             journal = Writer(Path(config.journal), config.journal_mib << 20)
             log.info("journal: %s", journal.path)
@@ -77,8 +82,17 @@ def run(config: EngineConfig) -> int:
     except (ValueError, OSError) as error:
         return fail(str(error), ExitCode.USAGE)
     try:
-        loop = EngineLoop(config, context, wakeup, key, journal, publisher)
-        loop.run()
+        address = config.worker.address or f"{config.address}.worker"
+        worker = WorkerLink(context, config, address, key)
+        try:
+            # Imported while the worker imports torch, so that the worker starts sooner.
+            with without_collections():
+                from engine_core.loop import EngineLoop
+
+            loop = EngineLoop(config, context, wakeup, worker, key, journal, publisher)
+            loop.run()
+        finally:
+            worker.stop()
     except WorkerLost as error:
         return fail(str(error), error.exit_code)
     except StoppedBySignal as error:

@@ -27,6 +27,7 @@ from gateway.http.connections import NUM_SPARE, connections_within
 from gateway.thread_pool import switch_often
 from protocol.config.gateway import GatewayConfig
 from protocol.process.exit_codes import ExitCode
+from protocol.process.imports import without_collections
 from protocol.process.lifeline import attach_to_parent, die_with_parent
 from protocol.process.malloc import map_large_pieces
 from protocol.process.open_files import raise_file_limit
@@ -78,7 +79,8 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
         """Create the application. If that fails, for example because of a bad option, send the
         message to the parent process as the cause of the exit."""
         try:
-            super().load_wsgi()
+            with without_collections():
+                super().load_wsgi()
         except AppImportError as error:
             _parent.send_cause(str(error))
             raise

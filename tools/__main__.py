@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from protocol.process.exit_codes import ExitCode
+from protocol.process.imports import without_collections
 from protocol.process.open_files import raise_file_limit
 from tools import other_servers
 from tools.config_file import apply_config_file, origin_note
@@ -111,7 +112,8 @@ OLD_NAMES = {"key": "cluster-key"}
 
 def _tool(name: str) -> Tool:
     """Import the module of a command."""
-    return cast(Tool, import_module(f"tools.commands.{re.sub('[ -]', '_', name)}"))
+    with without_collections():
+        return cast(Tool, import_module(f"tools.commands.{re.sub('[ -]', '_', name)}"))
 
 
 class PrintVersion(argparse.Action):

@@ -89,6 +89,7 @@ class WorkerLink:
         address   ipc address for them
         key       cluster key that workers of other machines must have
         """
+        self.address = address
         self.socket = sockets.bind_router(context, address)
         if config.worker_address:
             sockets.also_bind(context, self.socket, config.worker_address, key)

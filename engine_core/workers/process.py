@@ -1,4 +1,4 @@
-"""A worker process that the engine has started: its start, its end, and the cause of its end."""
+"""A worker process that the engine has started: its start, its end, and the causes that end it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class WorkerLost(Exception):
     def __init__(self, message: str, exit_code: int = ExitCode.WORKER_LOST) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class StoppedBySignal(Exception):
+    """Raised after SIGQUIT, which stops the engine process at once, and its workers with it."""
 
 
 def name_of(rank: int, size: int) -> str:

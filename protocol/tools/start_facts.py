@@ -152,6 +152,8 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     remedy      what the user can do about the error
     is_memory   whether the error is a lack of memory; otherwise the model or an option is at fault
     card        the part of the first model's card that concerns text; None if there is an `error`
+    memory      the memory of this machine's device; None if there is an `error`, or if the speed of
+                the memory was not measured yet
     """
 
     plans: list[ModelPlan] = []
@@ -159,3 +161,4 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
     is_memory: bool = False
     card: ModelCard | None = None
+    memory: MemoryFacts | None = None

@@ -4,7 +4,8 @@
 
 For each start it prints the seconds until the server was ready, as the server reports them, the
 phases of the worker, and the CPU time of each process until then, on which other programs have
-little effect. The model's files must already be in the page cache.
+less effect. "ended" are processes that have ended by then, such as the check of the model. The
+model's files must already be in the page cache.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ def one_start() -> None:
     with Server("--poison-slots", "off") as server:
         main = psutil.Process(server.process.pid)
         spent = [
-            (name_of(each), each.cpu_times()) for each in (main, *main.children(recursive=True))
+            (name_of(each), sum(each.cpu_times()[:2]))
+            for each in (main, *main.children(recursive=True))
         ]
+        spent.append(("ended", sum(main.cpu_times()[2:4])))
         phases = [found[1] for line in server.err if (found := PHASES.search(line))]
-        cpu = ", ".join(f"{name} {times.user + times.system:.2f}" for name, times in spent)
-        total = sum(times.user + times.system for _, times in spent)
+        cpu = ", ".join(f"{name} {cpu_s:.2f}" for name, cpu_s in spent)
+        total = sum(cpu_s for _, cpu_s in spent)
         print(f"ready in {server.ready_s:.1f} s; {phases[0] if phases else 'no phases printed'}")
         print(f"    CPU {total:.2f} s: {cpu}", flush=True)
 

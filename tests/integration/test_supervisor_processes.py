@@ -84,6 +84,30 @@ def test_a_server_reports_its_start_phases_and_a_drain_stops_it_in_order() -> No
         assert eventually(lambda: not is_alive(helper)), "what the engine had started lives on"
 
 
+LOGS_WHEN_READY = """
+import http.server, signal
+from protocol.process.lifeline import attach_to_parent
+attach_to_parent(signal.SIGTERM)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "echo"}]}')
+    def log_message(self, *_): pass
+server = http.server.HTTPServer(("127.0.0.1", PORT), Handler)
+print("gateway ready", flush=True)
+server.serve_forever()
+"""
+
+
+def test_a_line_of_a_child_makes_the_supervisor_look_whether_the_server_is_ready() -> None:
+    port = free_port()
+    commands = [["gateway", LOGS_WHEN_READY.replace("PORT", str(port))]]
+    options = {"port": port, "commands": commands, "probe_every_s": 3600}
+    with Program(["-P", SUPERVISED, json.dumps(options)]) as program:
+        assert program.line_with("ready echo")
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_child_ends_all_others_and_the_cause_is_printed(victim: int) -> None:
     with supervised() as program:

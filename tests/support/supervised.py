@@ -1,10 +1,11 @@
 """A supervisor with small children, run as a program by the tests.
 
 Its argument is JSON: {"port": int, "commands": [[name, python source], ...]}, and optionally
-"start_timeout_s", "drain_s", "survivors_s", "max_restarts" and "log_format". The first command is
-supervised as a gateway. A command may also have a group and an address: [name, source, group,
-address]. "directory" is the directory of the control socket. "models" are the names of the models
-that are not loaded at the start, each with one group of engines; "max_loaded" is their limit.
+"start_timeout_s", "drain_s", "survivors_s", "max_restarts", "log_format", and "probe_every_s", the
+interval of the probes that no output of a child causes. The first command is supervised as a
+gateway. A command may also have a group and an address: [name, source, group, address].
+"directory" is the directory of the control socket. "models" are the names of the models that are
+not loaded at the start, each with one group of engines; "max_loaded" is their limit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.http.web import WebServer
+from tools.processes import readiness
 from tools.processes.children import Command
 from tools.processes.fleet import Fleet, FleetLimits
 from tools.processes.watch import supervise
@@ -26,6 +28,7 @@ say = partial(print, flush=True)
 
 def main() -> int:
     wanted = json.loads(sys.argv[1])
+    readiness.PROBE_EVERY_S = wanted.get("probe_every_s", readiness.PROBE_EVERY_S)
     models = dict.fromkeys(wanted.get("models", ()), 0)
     limits = FleetLimits(max_loaded=wanted.get("max_loaded", 0))
     directory = wanted.get("directory")

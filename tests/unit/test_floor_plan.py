@@ -224,7 +224,7 @@ HEAVY = {"torch", "transformers", "numpy", "gguf", "safetensors"}
 LIGHT_ENTRANCES = {
     "gateway.app": HEAVY,
     "gateway.sandbox.__main__": HEAVY | {"flask", "gevent", "gunicorn", "zmq"},
-    "engine_core.process": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "llguidance"},
+    "engine_core.loop": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "llguidance"},
     "protocol.client": HEAVY | {"flask", "gevent", "jinja2", "tokenizers"},
     "protocol.offline": HEAVY | {"flask", "gevent", "jinja2", "tokenizers", "tqdm"},
     "tools.__main__": HEAVY
@@ -539,6 +539,15 @@ def test_a_light_process_loads_no_heavy_library(entrance: str) -> None:
     ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert not set(ran.stdout.split()) & LIGHT_ENTRANCES[entrance]
+
+
+def test_an_engine_process_starts_its_worker_before_it_imports_the_engine() -> None:
+    code = "import sys, engine_core.process; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    loaded = set(ran.stdout.split())
+    assert "engine_core.workers.link" in loaded
+    assert not loaded & {"engine_core.loop", "engine_core.engine", "engine_core.parts"}
 
 
 def test_a_worker_loads_only_the_part_of_torch_that_steps_use() -> None:

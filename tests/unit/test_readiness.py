@@ -11,7 +11,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from tools.http.web import ServerReadiness, WebServer
-from tools.processes.readiness import ChildReadiness
+from tools.processes import readiness
+from tools.processes.readiness import ChildReadiness, ReadinessPoller
 
 PAIR = {"gateway": "", "engine 1": "ipc://1", "engine 2": "ipc://2"}
 ONE = {"gateway": "", "engine": "ipc://engine"}
@@ -30,43 +31,43 @@ def one(*epochs: str, is_ready: bool = True) -> ServerReadiness:
 
 
 def test_each_engine_is_ready_by_itself() -> None:
-    readiness = ChildReadiness(PAIR)
-    assert readiness.ready(answer(is_ready=False)) == []
-    assert readiness.ready(answer(_2="b")) == ["gateway", "engine 2"]
-    assert readiness.ready(answer(_1="a", _2="b", is_ready=False)) == ["engine 1", "engine 2"]
+    children = ChildReadiness(PAIR)
+    assert children.ready(answer(is_ready=False)) == []
+    assert children.ready(answer(_2="b")) == ["gateway", "engine 2"]
+    assert children.ready(answer(_1="a", _2="b", is_ready=False)) == ["engine 1", "engine 2"]
 
 
 def test_the_epoch_of_the_last_process_does_not_count_for_the_new_one() -> None:
-    readiness = ChildReadiness(PAIR)
-    readiness.ready(answer(_1="a", _2="b"))
-    readiness.on_start("engine 1")
-    assert readiness.ready(answer(_1="a", _2="b")) == ["gateway", "engine 2"]
-    assert readiness.ready(answer(_2="b")) == ["gateway", "engine 2"]
-    assert readiness.ready(answer(_1="c", _2="b")) == ["gateway", "engine 1", "engine 2"]
+    children = ChildReadiness(PAIR)
+    children.ready(answer(_1="a", _2="b"))
+    children.on_start("engine 1")
+    assert children.ready(answer(_1="a", _2="b")) == ["gateway", "engine 2"]
+    assert children.ready(answer(_2="b")) == ["gateway", "engine 2"]
+    assert children.ready(answer(_1="c", _2="b")) == ["gateway", "engine 1", "engine 2"]
 
 
 def test_a_single_engine_is_ready_with_a_new_epoch() -> None:
-    readiness = ChildReadiness(ONE)
-    assert readiness.ready(one("a")) == ["gateway", "engine"]
-    readiness.on_start("engine")
-    assert readiness.ready(one("a")) == ["gateway"]
-    assert readiness.ready(one(is_ready=False)) == []
-    assert readiness.ready(one("b")) == ["gateway", "engine"]
+    children = ChildReadiness(ONE)
+    assert children.ready(one("a")) == ["gateway", "engine"]
+    children.on_start("engine")
+    assert children.ready(one("a")) == ["gateway"]
+    assert children.ready(one(is_ready=False)) == []
+    assert children.ready(one("b")) == ["gateway", "engine"]
 
 
 def test_a_gateway_is_ready_again_with_the_same_engines() -> None:
-    readiness = ChildReadiness(ONE)
-    readiness.ready(one("a"))
-    readiness.on_start("gateway")
-    assert readiness.ready(one("a")) == ["gateway", "engine"]
+    children = ChildReadiness(ONE)
+    children.ready(one("a"))
+    children.on_start("gateway")
+    assert children.ready(one("a")) == ["gateway", "engine"]
 
 
 def test_a_server_whose_only_model_is_not_loaded_is_ready_without_its_engine() -> None:
-    readiness = ChildReadiness(ONE)
-    assert readiness.ready(one()) == ["gateway"]
-    readiness.on_start("engine")
-    assert readiness.ready(one()) == ["gateway"]
-    assert readiness.ready(one("a")) == ["gateway", "engine"]
+    children = ChildReadiness(ONE)
+    assert children.ready(one()) == ["gateway"]
+    children.on_start("engine")
+    assert children.ready(one()) == ["gateway"]
+    assert children.ready(one("a")) == ["gateway", "engine"]
 
 
 @contextmanager
@@ -142,3 +143,23 @@ LOST = {"address": "ipc://2", "ready": False, "epoch": "b"}
 def test_the_answers_of_a_server(status: int, body: object, expected: ServerReadiness) -> None:
     with serving(status, body) as server:
         assert server.readiness() == expected
+
+
+class CountedProbes:
+    """A server that is ready at the second probe."""
+
+    def __init__(self) -> None:
+        self.num_probes = 0
+
+    def readiness(self) -> ServerReadiness:
+        self.num_probes += 1
+        return ServerReadiness(is_ready=self.num_probes > 1)
+
+
+def test_a_hint_causes_a_probe_before_the_next_regular_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "PROBE_EVERY_S", 3600)
+    with ReadinessPoller(CountedProbes()) as poller:
+        for is_ready in (False, True):
+            poller.hint()
+            assert poller.changes.recv(1) == b"c"
+            assert poller.latest == ServerReadiness(is_ready=is_ready)

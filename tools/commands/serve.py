@@ -365,7 +365,7 @@ def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Termin
     if not plan.engines and not plan.serve.render_only:
         return plan
     start.start(engine_commands(plan, lock))
-    gateway, plans = plan.gateway, []
+    gateway, plans, facts = plan.gateway, [], None
     model, trials = plan.engine.worker.model, PassedTrials(home() / "trials")
     file = plan.directory / run_lock.CARD_FILE
     with ModelCheck(gateway) as check:
@@ -380,7 +380,8 @@ def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Termin
                 [worker for each in plan.engines.values() for worker in each.checked_workers]
             )
             assert found.card is not None
-            plans, card = found.plans, with_recommended(found.card, plan.engine.worker)
+            plans, facts = found.plans, found.memory
+            card = with_recommended(found.card, plan.engine.worker)
             gateway = expecting(gateway, card, file)
         checked = replace(plan, gateway=without_trial(gateway, card))
         start.start([gateway_command(checked, lock)])
@@ -389,7 +390,7 @@ def _check_model(plan: ServePlan, start: GatedStart, lock: int, terminal: Termin
             trials.add(model, card.tokenizer)
     log_limits(plans, terminal)
     if plans and model == str(cached_file(CATALOGUE[DEFAULT], home())):
-        log_larger(plans[0], terminal, lambda: memory_facts(home() / "measurements"))
+        log_larger(plans[0], terminal, lambda: facts or memory_facts(home() / "measurements"))
     log_sampling(card, gateway.hosted[0].default_sampling, terminal)
     return checked
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Protocol, Self
@@ -11,6 +12,8 @@ from typing import Protocol, Self
 from tools.http.web import ServerReadiness
 
 PROBE_EVERY_S = 0.1
+PROBE_AT_MOST_EVERY_S = 0.01
+"""Shortest interval of probes, while the processes print many lines."""
 NOT_READY = ServerReadiness(is_ready=False)
 
 
@@ -69,7 +72,7 @@ class ChildReadiness:
 
 class ReadinessPoller:
     """Polls the server's readiness in a thread of its own, while the server or a process of it is
-    starting.
+    starting: every PROBE_EVERY_S seconds, and after each `hint`.
 
     changes   socket that receives a byte when the server first answers, and whenever its answer has
               changed
@@ -83,7 +86,7 @@ class ReadinessPoller:
         self.changes, self._sender = socket.socketpair()
         self._is_closed = False
         self._is_needed = threading.Event()
-        self._stop_waiting = threading.Event()
+        self._wakeup = threading.Event()
         self._thread = threading.Thread(target=self._run, name="readiness", daemon=True)
 
     def __enter__(self) -> Self:
@@ -93,7 +96,7 @@ class ReadinessPoller:
 
     def __exit__(self, *exception: object) -> None:
         self._is_closed = True
-        self._stop_waiting.set()
+        self._wakeup.set()
         self._is_needed.set()
         self._thread.join()
         self.changes.close()
@@ -113,10 +116,18 @@ class ReadinessPoller:
         """Poll no more until `restart`."""
         self._is_needed.clear()
 
+    def hint(self) -> None:
+        """Probe the server soon, because a process may have become ready. Processes that become
+        ready log a line, so the supervisor need not wait for the next regular probe."""
+        self._wakeup.set()
+
     def _run(self) -> None:
-        while not self._is_closed:
+        while True:
             self._is_needed.wait()
-            if self._stop_waiting.wait(PROBE_EVERY_S):
+            time.sleep(PROBE_AT_MOST_EVERY_S)
+            self._wakeup.wait(PROBE_EVERY_S - PROBE_AT_MOST_EVERY_S)
+            self._wakeup.clear()
+            if self._is_closed:
                 return
             answer = self._server.readiness()
             if answer is None or (self._is_sent and answer == self.latest):

@@ -245,6 +245,7 @@ class Watch:
     def _note_output(self, child: Child) -> None:
         if child.has_printed:
             self._last_line, child.has_printed = "", False
+            self._readiness.hint()
 
     def _receive_signals(self) -> list[Action]:
         now = time.monotonic()

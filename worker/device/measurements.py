@@ -56,7 +56,7 @@ def stored_or_measured(
     """
     if folder is None:
         return Measured(measure(), False)
-    path = folder / f"{hashlib.sha256(_joined(of)).hexdigest()[:32]}.json"
+    path = _path(folder, of)
     is_replaced = False
     try:
         return Measured(_read(path, of, kind, is_valid), True)
@@ -76,6 +76,26 @@ def stored_or_measured(
     except (OSError, _Invalid) as error:
         log.warning("cannot store a measurement in %s: %s", folder, error)
         return Measured(value, False)
+
+
+def stored(
+    folder: Path | None,
+    of: Sequence[str],
+    kind: type[T],
+    is_valid: Callable[[T], bool] = lambda value: True,
+) -> T | None:
+    """Return the stored measurement, as `stored_or_measured` would find it; None if there is no
+    valid one."""
+    if folder is None:
+        return None
+    try:
+        return _read(_path(folder, of), of, kind, is_valid)
+    except (OSError, _Invalid):
+        return None
+
+
+def _path(folder: Path, of: Sequence[str]) -> Path:
+    return folder / f"{hashlib.sha256(_joined(of)).hexdigest()[:32]}.json"
 
 
 def _joined(of: Sequence[str]) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import thread_time
 
 from worker.device import machine
-from worker.device.measurements import stored_or_measured
+from worker.device.measurements import stored, stored_or_measured
 
 BUFFER_BYTES = 64 << 20
 """Bytes that each thread reads. Together they exceed the caches of most processors."""
@@ -26,10 +26,23 @@ def read_bytes_per_s(threads: int, folder: Path | None) -> float:
 
     folder   directory that caches the measurement; None: none
     """
-    of = ["memory reads", machine.cpu_name(), f"{threads} threads"]
     return stored_or_measured(
-        folder, of, float, lambda: measured_bytes_per_s(threads), lambda value: value > 0
+        folder, _facts(threads), float, lambda: measured_bytes_per_s(threads), _is_valid
     ).value
+
+
+def stored_bytes_per_s(threads: int, folder: Path | None) -> float | None:
+    """Return the same from the cache; None if it was not measured yet."""
+    return stored(folder, _facts(threads), float, _is_valid)
+
+
+def _facts(threads: int) -> list[str]:
+    """Return what the measurement depends on."""
+    return ["memory reads", machine.cpu_name(), f"{threads} threads"]
+
+
+def _is_valid(speed: float) -> bool:
+    return speed > 0
 
 
 def measured_bytes_per_s(threads: int, buffer_bytes: int = BUFFER_BYTES) -> float:

@@ -5,7 +5,8 @@ They serve compilers and tensors without memory (the device "meta"). This module
 imports (`torch._decomp`, `torch._refs`, `torch._prims`) take a quarter of the time of
 `import torch`. In torch 2.13, `torch.Generator` and CUDA's generators need these modules, too.
 
-The packages in TORCH_UNUSED export, train or quantise models. They take a tenth of the time.
+The packages in TORCH_UNUSED export, train, quantise or profile models. They take an eighth of the
+time.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ TORCH_UNUSED = (
     "torch.distributions",
     "torch.export",
     "torch.masked",
+    "torch.nn.attention",
     "torch.nn.intrinsic",
     "torch.nn.qat",
+    "torch.nn.quantizable",
+    "torch.nn.quantized",
+    "torch.optim",
+    "torch.profiler",
     "torch.quantization",
     "torch.utils.data",
 )
-"""Packages that `import torch` imports, but of which neither it nor the worker uses a name. The
-libraries that use them, such as transformers, import them."""
+"""Packages that `import torch` imports, but of which neither it nor the start of a worker uses a
+name. The libraries that use them, such as transformers, import them."""
 CHECKED_VERSIONS = ("2.13.",)
 """Starts of the versions of torch in which the worker was tested with these parts postponed."""
 

@@ -53,6 +53,7 @@ from worker.spec.share import NOT_DIVIDED, check_dense
 from worker.startup.card import card_of_text
 from worker.startup.check_device import CPU, choose_device
 from worker.startup.encoder_memory import dtype_of, extra_bytes, only_encodes, plan_encoder
+from worker.startup.memory_facts import stored_facts
 from worker.startup.memory_plan import (
     PlannedModel,
     PlannedTransformersModel,
@@ -92,7 +93,8 @@ def preflight(
             remedy=error.remedy or REMEDY,
             is_memory=isinstance(error, NotEnoughMemory),
         )
-    return Preflight(plans=plans, card=next(iter(cards), None))
+    folder = next((Path(config.measurements) for config in configs if config.measurements), None)
+    return Preflight(plans=plans, card=next(iter(cards), None), memory=stored_facts(folder))
 
 
 def _card(header: AnyHeader) -> ModelCard:

@@ -12,11 +12,14 @@ import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from protocol.worker.steps import Trace, Traced
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class Tracer:
         """Start the requested recording, if it has not started. Call this before each launch."""
         if self._request is None or self._recording is not None:
             return
+        from torch.profiler import ProfilerActivity, profile  # postponed: device/postponed.py
+
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
