@@ -7,7 +7,8 @@
 Tests of real processes often wait: for a start, a drain or a deadline. So more of them run at a
 time than there are cores. Stages whose tests only compute run in the background at the same time,
 with a lower priority, and use the time that the others leave. Their output is printed when they
-have ended.
+have ended. Each is split into shares, and each share is a pytest of its own, which imports only its
+own files. Processes of pytest-xdist would each import all files, and send every result.
 
 A test of real processes may fail because the machine was busy. So a few such tests that have failed
 run again when everything else has ended. Those that pass then are unsteady: the summary names them,
@@ -46,17 +47,18 @@ OPTIONS = ("-ra", "--durations=10", "--maxfail=30")
 """If something is broken that most tests need, such as the kernels, a stage ends early instead of
 waiting for each server that does not start. ARGS="--maxfail 1000" shows the other failures too."""
 PASSED, NO_TEST_MATCHES = 0, 5  # pytest's exit codes
-INTEGRATION = Path(__file__).parent / "integration"
+TESTS = Path(__file__).parent
+INTEGRATION = TESTS / "integration"
 NICENESS = 10
 """Niceness of stages that only compute. If both need a core, a process of another stage gets nine
 times as much CPU time as one of theirs. Beside other programs that use the cores, they would get
 almost none, so then all stages have the same niceness."""
 BACKGROUND = ("--timeout", "900")
 """Options of these stages, whose tests may wait long for a core."""
-ADJACENT = ("--numprocesses", "auto", "--dist", "worksteal")
-"""Options that run as many processes as there are cores, with adjacent tests in each, so that the
-fixtures of most files are made only once."""
-WAITING = min(4, (os.cpu_count() or 1) + 1)
+CORES = os.cpu_count() or 1
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Environment of tests that run beside others: their threads would wait for one another."""
+WAITING = min(4, CORES + 1)
 """Number of files with tests of real processes that run at a time. One more than there are cores,
 because these tests often wait; not more than four, because each may start servers with a model."""
 BUSY_LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
@@ -74,7 +76,7 @@ MAX_AGAIN = 4
 class Stage:
     """One run of pytest.
 
-    in_background   whether it runs beside other stages, one background stage at a time
+    in_background   whether it runs beside other stages, at most `CORES` background stages at a time
     niceness        niceness of its processes
     alone           whether it waits until all background stages have ended
     again           whether tests that have failed run again at the end
@@ -103,21 +105,32 @@ def files_with(words: str) -> list[str]:
     ]
 
 
+def in_shares(name: str, why: str, count: int, folders: Sequence[str]) -> list[Stage]:
+    """Return background stages that together run all files of tests in these folders of `tests`,
+    each file once. Large and small files are dealt out in turn, so that the shares take about the
+    same time."""
+    files = [file for folder in folders for file in (TESTS / folder).rglob("test_*.py")]
+    files.sort(key=lambda file: (-file.stat().st_size, file))
+    return [
+        Stage(
+            f"{name}, {number + 1} of {count}",
+            why,
+            [*BACKGROUND, *(str(file) for file in sorted(files[number::count]))],
+            in_background=True,
+            niceness=NICENESS,
+        )
+        for number in range(count)
+    ]
+
+
 STAGES = (
-    Stage(
+    *in_shares(
         "unit and property",
         "they compute a little: as many at a time as there are cores",
-        [*ADJACENT, *BACKGROUND, "tests/unit", "tests/property"],
-        in_background=True,
-        niceness=NICENESS,
+        CORES,
+        ("unit", "property"),
     ),
-    Stage(
-        "differential",
-        "they compute a lot: two files at a time",
-        [*files_at_a_time(2), *BACKGROUND, "tests/differential"],
-        in_background=True,
-        niceness=NICENESS,
-    ),
+    *in_shares("differential", "they compute a lot: two at a time", 2, ("differential",)),
     Stage(
         "oldest gunicorn and gevent",
         "streams rest on private details of both: both ends of their ranges are tested",
@@ -199,12 +212,13 @@ def node_id(name: str) -> str | None:
     return f"{file}::{function}" if (ROOT / file).is_file() else None
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of the tests, in which Python writes byte code files.
+def environment(stage: Stage) -> dict[str, str]:
+    """Return the environment of a stage's tests, in which Python writes byte code files.
 
     Without these files, each of the hundreds of processes would compile every source file again.
     """
-    return {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
+    ours = {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
+    return ours | (ONE_THREAD if stage.in_background else {})
 
 
 def ignore(number: int, frame: object) -> None:
@@ -267,7 +281,7 @@ def run(stage: Stage, arguments: Sequence[str], output: IO[bytes] | None = None)
         command = [*stage.program, *options, *stage.arguments, *arguments]
         with subprocess.Popen(
             ["nice", "-n", str(stage.niceness), *command],
-            env=environment(),
+            env=environment(stage),
             stdin=None if output is None else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -318,10 +332,10 @@ def heading(stage: Stage) -> None:
 
 
 class BackgroundStages:
-    """Runs stages one after another in a thread, beside the stages that `main` runs."""
+    """Runs as many stages at a time as there are cores, beside the stages that `main` runs."""
 
     def __init__(self, chosen: Sequence[Stage], arguments: Sequence[str]) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._pool = ThreadPoolExecutor(max_workers=CORES)
         self._runs = deque(self._pool.submit(run_captured, stage, arguments) for stage in chosen)
 
     def ended(self, *, all_of_them: bool) -> list[StageResult]:

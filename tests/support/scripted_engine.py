@@ -84,6 +84,9 @@ from tests.support.waiting import HANG_S, eventually
 BOS, EOS, END = 256, 257, 258
 BLOCK_TOKENS = 16
 POLL_S = 0.001
+IDLE_S = 0.02
+"""How long an engine that makes no steps waits for a message. A test may let it make steps again at
+any time, without a message."""
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -425,7 +428,9 @@ class ScriptedEngine:
     def _round(self) -> None:
         """Read all messages, and make a step if one is due. The first step is due `step_s` after
         the first request, so that requests sent together are answered together."""
-        wait_s = self._next_step - time.monotonic() if self._talks else 0.02
+        wait_s = self._next_step - time.monotonic() if self._talks else IDLE_S
+        if self.is_paused or self.is_silent:
+            wait_s = max(wait_s, IDLE_S)
         was_idle = not self._talks
         timeout_ms = max(0, int(wait_s * 1000 + 0.5))
         while self._socket.poll(timeout_ms):

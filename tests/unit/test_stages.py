@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from protocol.process.process_state import read_all_stats
 from tests import stages
-from tests.stages import Stage, main, read_report
+from tests.stages import Stage, in_shares, main, read_report
 
 FOUND = {
     "good": "def test_good(): pass\n",
@@ -244,6 +245,32 @@ def test_a_background_stage_runs_beside_others_and_before_a_stage_that_is_alone(
     assert [row.split()[1] for row in summary.splitlines()] == ["first", "second", "last"]
     headings = [line for line in out.splitlines() if line.startswith("== ")]
     assert headings == ["== second: a test", "== first: a test", "== last: a test"]
+
+
+def test_background_stages_run_at_the_same_time_as_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(stages, "CORES", 2)
+    first, second, last = meeting_stages(tmp_path)
+    meeting = [first, replace(second, in_background=True), last]
+    monkeypatch.setattr(stages, "STAGES", meeting)
+    assert main(["-p", "no:cacheprovider"]) == 0
+    headings = [line for line in capfd.readouterr().out.splitlines() if line.startswith("== ")]
+    assert headings == [f"== {each.name}: a test" for each in meeting] + ["== Summary"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_file_is_in_one_share(count: int) -> None:
+    shares = in_shares("it", "a test", count, ("unit", "property"))
+    found = [{each for each in share.arguments if each.endswith(".py")} for share in shares]
+    files = [
+        file for kind in ("unit", "property") for file in Path("tests", kind).rglob("test_*.py")
+    ]
+    assert sum(map(len, found)) == len(files)
+    assert {Path(each).name for each in set().union(*found)} == {file.name for file in files}
+    sizes = [sum(Path(each).stat().st_size for each in share) for share in found]
+    assert max(sizes) < 1.05 * min(sizes)
 
 
 def meeting_stages(folder: Path) -> Iterator[Stage]:
