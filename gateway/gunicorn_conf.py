@@ -8,7 +8,6 @@ would break them. The workers create theirs after the fork.
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import mmap
@@ -78,21 +77,13 @@ class GatewayWorker(GeventWorker):  # type: ignore[misc]
 
     def load_wsgi(self) -> None:
         """Create the application. If that fails, for example because of a bad option, send the
-        message to the parent process as the cause of the exit.
-
-        The garbage collector is off meanwhile, because imports create no garbage, and collections
-        took a sixth of their time. Later collections skip the objects that the imports created.
-        """
-        gc.disable()
+        message to the parent process as the cause of the exit."""
         try:
             with without_collections():
                 super().load_wsgi()
         except AppImportError as error:
             _parent.send_cause(str(error))
             raise
-        finally:
-            gc.freeze()
-            gc.enable()
 
     def handle_error(self, _req: Any, client: Any, _addr: Any, exc: BaseException) -> None:
         """Respond to an unparsable request with a JSON error. gunicorn itself would log the request

@@ -16,31 +16,22 @@ import flask
 
 from gateway.app import EXTENSION, create_app
 
-OBJECTS, BODY_BYTES, COLLECTOR = "/_objects", "/_body_bytes", "/_collector"
-"""Paths of the routes that return the number of objects of each type in the process, the number of
-bytes that large bodies have reserved, and a list: whether the garbage collector was on when the
-application was created, whether it was on before the first request, and the number of objects that
-it skips."""
+OBJECTS, BODY_BYTES = "/_objects", "/_body_bytes"
+"""Paths of the routes that return the number of objects of each type in the process, and the number
+of bytes that large bodies have reserved."""
 
 
 def create_counted_app() -> flask.Flask:
-    """Return the application. Its first request turns garbage collection off, because gunicorn's
-    worker turns it on when the application has been created."""
-    was_on = gc.isenabled()
+    """Return the application. Garbage collection is off in the process that calls this."""
     app = create_app()
-    before_requests: list[bool] = []
     answer = app.wsgi_app
     memory = app.extensions[EXTENSION].bodies.memory
     counts: dict[str, Callable[[], object]] = {
         OBJECTS: num_objects,
         BODY_BYTES: lambda: memory.num_held,
-        COLLECTOR: lambda: [was_on, before_requests[0], gc.get_freeze_count()],
     }
 
     def wsgi_app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if not before_requests:
-            before_requests.append(gc.isenabled())
-        gc.disable()
         count = counts.get(environ["PATH_INFO"])
         if count is None:
             return answer(environ, start_response)
@@ -48,6 +39,7 @@ def create_counted_app() -> flask.Flask:
         return [json.dumps(count()).encode()]
 
     app.wsgi_app = wsgi_app  # type: ignore[method-assign]
+    gc.disable()
     return app
 
 
