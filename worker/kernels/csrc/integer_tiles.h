@@ -182,6 +182,7 @@ template <class G, int VECTORS> struct ScalesOfGroup {
     }
 };
 
+template <class G, int VECTORS> struct ScalesOfSpan;
 #if defined(__ARM_FEATURE_DOTPROD)
 // The same for the groups of a span, whose scales and minima are bytes. A unit u and a byte b are multiplied as
 // u * (2^23 + b) - u * 2^23, rounded once, which is exact as u * b is. For 2^23 + b is a byte with the upper bits of 2^23:
