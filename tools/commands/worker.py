@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from protocol.config.worker import JoinConfig
+from protocol.process.malloc import huge_page_environment
 from protocol.wire import sockets
 from protocol.wire.cluster_key import read_cluster_key
 from tools.commands.models import add_model, resolve
@@ -116,4 +117,4 @@ def run(options: argparse.Namespace) -> int:
     )
     command = module_command("worker.join", msgspec.json.encode(config).decode())
     warn_of_left_out(terminal)
-    os.execve(command[0], command, child_environment())
+    os.execve(command[0], command, child_environment(huge_page_environment()))
