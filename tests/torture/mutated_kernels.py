@@ -184,8 +184,8 @@ MUTATIONS = (
         "integer_tiles.h",
         (
             (
-                "sums[m][j] = fused(scale, __builtin_convertvector(whole, Floats), sums[m][j]);",
-                "sums[m][j] += scale * __builtin_convertvector(whole, Floats);",
+                "sum = fused(scale, Sums::floats(whole), sum);",
+                "sum += scale * Sums::floats(whole);",
             ),
         ),
         is_golden=True,

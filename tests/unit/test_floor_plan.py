@@ -192,6 +192,7 @@ ENVIRONMENT = {
     # The environment of a child process.
     "tools/commands/launch.py": "the API key, and the environment of an agent",
     "engine_core/workers/process.py": "a worker's",
+    "protocol/process/malloc.py": "a worker's, for glibc",
     "protocol/sdk/offline.py": "that of the processes of an LLM",
     "gateway/sandbox/process.py": "the sandbox process's",
     "tools/processes/child_environment.py": "that of all processes of a server",
