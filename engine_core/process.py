@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -31,6 +32,9 @@ from protocol.process.process_title import set_title
 from protocol.process.start_gate import wait_at_gate
 from protocol.wire import sockets
 from protocol.wire.cluster_key import read_cluster_key
+
+if TYPE_CHECKING:
+    from engine_core.journal.file import Writer
 
 log = logging.getLogger("engine_core")
 
@@ -66,13 +70,7 @@ def run(config: EngineConfig) -> int:
         sockets.check_address(config.address, key)
         if config.worker_address:
             sockets.check_address(config.worker_address, key)
-        journal = None
-        if config.journal:
-            from engine_core.journal.file import Writer  # it imports the whole engine
-
-            wait_at_gate()  # a new file removes an old one, which a refused model must not do
-            journal = Writer(Path(config.journal), config.journal_mib << 20)
-            log.info("journal: %s", journal.path)
+        journal = _open_journal(config)
     except (ValueError, OSError) as error:
         return fail(str(error), ExitCode.USAGE)
     sockets.make_ipc_directory(config.address)
@@ -113,6 +111,18 @@ def run(config: EngineConfig) -> int:
     log.info("%s%s", DRAINED, loop.drained_by)
     parent.send_cause(f"{DRAINED}{loop.drained_by}")
     return ExitCode.OK
+
+
+def _open_journal(config: EngineConfig) -> Writer | None:
+    """Open the journal, if there is to be one. Raises OSError."""
+    if not config.journal:
+        return None
+    from engine_core.journal.file import Writer  # it imports the whole engine
+
+    wait_at_gate()  # a new file removes an old one, which a refused model must not do
+    journal = Writer(Path(config.journal), config.journal_mib << 20)
+    log.info("journal: %s", journal.path)
+    return journal
 
 
 def _catch_signals() -> int:

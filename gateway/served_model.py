@@ -25,7 +25,12 @@ from gateway.prompt.template import TemplateLoader
 from gateway.text.tokenizer import Tokenizer
 from protocol.config.gateway import ModelConfig
 from protocol.engine.messages import Limits
-from protocol.engine.model_card import ModelCard, SamplingDefaults, sampling_defaults
+from protocol.engine.model_card import (
+    ModelCard,
+    SamplingDefaults,
+    sampling_defaults,
+    sets_penalty,
+)
 from protocol.wire.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -56,16 +61,16 @@ class RequestDefaults:
         temperature: float | None = None,
         *,
         is_free: bool = True,
-        has_penalties: bool = False,
+        sets_penalty: bool = False,
     ) -> SamplingDefaults:
         """Return the values for a request.
 
-        temperature     its temperature; None: it does not set one
-        is_free         whether its answer is text in no prescribed form
-        has_penalties   whether it sets a penalty for the tokens so far
+        temperature    its temperature; None: it does not set one
+        is_free        whether its answer is text in no prescribed form
+        sets_penalty   whether it sets a penalty for the tokens so far
         """
         used = self.usual.temperature if temperature is None else temperature
-        is_penalised = is_free and not has_penalties and used != 0
+        is_penalised = is_free and not sets_penalty and used != 0
         return self.usual if is_penalised else self.unpenalised
 
 
@@ -103,7 +108,7 @@ class ModelOptions:
         """Return the sampling parameters of requests that do not set them."""
         own = self.default_sampling.with_fallback(card.defaults)
         unpenalised = own.with_fallback(card.recommended.without_penalties())
-        usual = unpenalised if own.has_penalties else own.with_fallback(card.recommended)
+        usual = unpenalised if sets_penalty(own) else own.with_fallback(card.recommended)
         return RequestDefaults(usual=usual, unpenalised=unpenalised)
 
     def effective_card(self, card: ModelCard) -> ModelCard:

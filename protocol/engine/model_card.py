@@ -21,6 +21,11 @@ PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 """The parameters that make the tokens so far less likely."""
 
 
+def sets_penalty(fields: object) -> bool:
+    """Return whether `fields`, which has PENALTIES, sets one of them, even to no effect."""
+    return any(getattr(fields, name) is not None for name in PENALTIES)
+
+
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Sampling parameters for requests that do not set them; None leaves a parameter unset.
 
@@ -47,11 +52,6 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
     def without_penalties(self) -> SamplingDefaults:
         """Return the same defaults without those for the tokens so far."""
         return msgspec.structs.replace(self, **dict.fromkeys(PENALTIES))
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether one of the penalties for the tokens so far is set."""
-        return any(getattr(self, name) is not None for name in PENALTIES)
 
     def effective_values(self) -> dict[str, Any]:
         """Return, for each parameter, the value that applies to a request without sampling

@@ -227,7 +227,7 @@ def test_recommended_penalties_are_not_for_greedy_requests_and_forms(
     assert (found.frequency_penalty, found.presence_penalty) == penalties
     assert found.top_k == 40
     assert found.temperature == (0.0 if "temperature" in option else 0.2)
-    own = defaults.for_request(temperature, is_free=is_free, has_penalties=True)
+    own = defaults.for_request(temperature, is_free=is_free, sets_penalty=True)
     assert own == defaults.for_request(0.0)
 
 

@@ -43,6 +43,7 @@ from gateway.prompt.template import ParsedTemplate
 from gateway.served_model import ServedModel
 from gateway.service import offload
 from protocol.engine.grammar import Body, Grammar
+from protocol.engine.model_card import sets_penalty
 from protocol.engine.sampling import check_token_ids
 from protocol.wire.errors import InvalidRequest
 
@@ -201,7 +202,7 @@ class Preparation:
         new_counter = partial(ReasoningCounter, marks, starts_inside=inside) if marks else None
         is_free = self.form is None and not plan.is_enforced
         defaults = model.defaults.for_request(
-            body.temperature, is_free=is_free, has_penalties=body.has_penalties
+            body.temperature, is_free=is_free, sets_penalty=sets_penalty(body)
         )
         choices = choices_of(body, defaults, model.tokenizer)
         return PromptRequest(
@@ -272,7 +273,7 @@ class Completion:
         form = answer_form(body)
         is_free = form is None and not fills_gap
         defaults = model.defaults.for_request(
-            body.temperature, is_free=is_free, has_penalties=body.has_penalties
+            body.temperature, is_free=is_free, sets_penalty=sets_penalty(body)
         )
         choices = choices_of(body, defaults, model.tokenizer)
         self._options = read_options(body, choices[0], continues=True, end_token_ids=ends)

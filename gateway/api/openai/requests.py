@@ -22,7 +22,6 @@ from gateway.http.text_fields import Label, Name, PromptText, TemplateText
 from gateway.prompt.kwargs import ThinkingFields
 from gateway.text.stop import MAX_STOP_STRINGS
 from protocol.engine.messages import MAX_TIMEOUT_S
-from protocol.engine.model_card import PENALTIES
 from protocol.engine.sampling import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -200,11 +199,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[BadText], Meta(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: AllowedTokenIds | None = None
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether a penalty for the tokens so far is set, even one without effect."""
-        return any(getattr(self, name) is not None for name in PENALTIES)
 
 
 class FormFields(SamplingFields, frozen=True, kw_only=True):
