@@ -10,6 +10,7 @@
 #pragma once
 
 #include "activation.h"
+#include "key_runs.h"
 #include "linear.h"
 #include "low_rank.h"
 #include "prefill.h"
@@ -120,9 +121,11 @@ template <class N> struct Pass {
     std::vector<Routing> routings;
     RoundedRows &rounded; // the input of the next linear, if that reads rounded rows
     std::vector<int64_t> adapted; // the tokens that have an adapter
+    std::vector<std::atomic<int64_t>> runs_taken; // of each layer's keys and values, to read them ahead
 
     explicit Pass(const Forward &forward)
-        : f(forward), work(forward.rows), rounded(rounded_rows()), adapted(f.adapters.adapted_tokens(f.tokens)) {
+        : f(forward), work(forward.rows), rounded(rounded_rows()), adapted(f.adapters.adapted_tokens(f.tokens)),
+          runs_taken((size_t)f.num_layers) {
         for (int64_t i = 0; i < f.num_layers; i++) {
             const Layer &layer = f.layers[i];
             for (const Packed *each : {&layer.qkv, &layer.output, &layer.mlps[0].gate_up, &layer.mlps[0].down})
@@ -249,16 +252,49 @@ template <class N> struct Pass {
         });
     }
 
+    // Returns the rows of the blocks that a layer uses.
+    INLINE Rows rows_of(const Layer &layer) const {
+        Rows rows = f.rows;
+        rows.block_table += layer.entry * rows.num_rows * rows.table_width;
+        return rows;
+    }
+
     // Computes the output of attention from queries, keys and values. S: how the cache stores these.
     template <class S> INLINE void attend_as(Team &team, const Layer &layer) {
         const int64_t width = (f.heads.heads + 2 * f.heads.kv_heads) * f.heads.dim;
-        Rows rows = f.rows;
-        rows.block_table += layer.entry * rows.num_rows * rows.table_width;
+        const Rows rows = rows_of(layer);
         const int64_t block_items = rows.block_tokens * token_items<S>(f.heads);
         const Attend<N, S> all{(const N *)f.qkv,         (N *)f.attended, (const S *)layer.k_cache,
                                (const S *)layer.v_cache, block_items,     width,
                                f.heads,                  layer.scoring};
         attend(team, all, rows, work, partials.data());
+    }
+
+    // Returns the keys and values that a layer's decode rows see.
+    INLINE KeyRuns key_runs(const Layer &layer) {
+        int64_t token_bytes = 0;
+        in_stored<N>(f.stored_as, [&](auto stored) {
+            token_bytes = token_items<decltype(stored)>(f.heads) * (int64_t)sizeof stored;
+        });
+        return {layer.k_cache, layer.v_cache, token_bytes,
+                rows_of(layer), layer.scoring, &runs_taken[(size_t)(&layer - f.layers)]};
+    }
+
+    // Lets the linears that this thread computes from now on, until attention, read these keys and values.
+    INLINE void read_ahead(const Layer &layer, KeyRuns &runs) {
+        // With fewer rows, linears wait for memory as well.
+        constexpr int64_t LEAST_ROWS = 4, MOST_LINES = 8;
+        if (f.rows.num_decodes < LEAST_ROWS) return;
+        auto advances = [&](const Packed &weight) {
+            return panels_of(weight) * advances_of(f.tokens, weight.inputs / GROUP);
+        };
+        int64_t all = advances(layer.qkv);
+        if (&layer > f.layers) { // the MLP before; of a mixture, it is not known how many rows an expert gets
+            const Layer &before = *(&layer - 1);
+            if (before.num_experts == 1) all += advances(before.mlps[0].gate_up) + advances(before.mlps[0].down);
+        }
+        const int64_t lines = std::min(runs.bytes(), most_bytes_ahead()) / LINE;
+        row_scratch().reader.begin(runs, std::min((lines + all - 1) / all, MOST_LINES));
     }
 
     // Adds the result of a block to x: its last linear, through the norm after the block if there is one. The
@@ -287,6 +323,7 @@ template <class N> struct Pass {
         norm(team, layer.attention_norm, &layer.qkv);
         adapted_linear(team, layer, QKV, Linear<N, N>{normed(), layer.qkv, (const N *)layer.qkv_bias, qkv, f.tokens,
                                                       STORE, 1, &rounded});
+        row_scratch().reader.end();
         team.share(ATTENTION, f.tokens, [&](int64_t t) {
             place_row(layer, t);
             if (norms_again) norm_x(t, layer.mlp_norm);
@@ -357,9 +394,12 @@ template <class N> struct Pass {
 
     void run(Team &team) {
         team.share(OTHER_LAYERS, f.tokens, [&](int64_t t) { start_row(t); });
+        KeyRuns runs = key_runs(f.layers[0]);
+        read_ahead(f.layers[0], runs);
         for (int64_t i = 0; i < f.num_layers; i++) {
             const Layer &layer = f.layers[i];
             attention(team, layer);
+            if (i + 1 < f.num_layers) read_ahead(f.layers[i + 1], runs = key_runs(f.layers[i + 1]));
             const bool is_mixture = layer.num_experts > 1; // experts round the rows that they get
             if (!layer.is_parallel) norm(team, layer.mlp_norm, is_mixture ? nullptr : &layer.mlps[0].gate_up);
             if (is_mixture) experts(team, layer, routings[(size_t)i]);

@@ -310,21 +310,23 @@ template <class G> __attribute__((noinline)) void multiply_listed_by(const Integ
 constexpr bool is_in_place(int64_t format) { return TRAITS[format].bits == 4 || TRAITS[format].bits == 8; }
 
 // Multiplies a tile of `rows` rows, at most INTEGER_ROWS.
-inline void multiply_tile(int64_t rows, const IntegerTile &tile) {
+typedef void MultiplyTile(int64_t rows, const IntegerTile &tile);
+
+// Returns what multiplies tiles by weights of a format.
+inline MultiplyTile *multiply_tile_of(int64_t format) {
     constexpr int FIVE_BITS = ADDS_IN_SHORTS ? 31 : 15; // without shorts, all sizes are one kind
-    switch (tile.weights.format) {
-    case Q4: return multiply_tile_by<GroupInPlace<Q4>>(rows, tile);
-    case Q8: return multiply_tile_by<GroupInPlace<Q8>>(rows, tile);
-    case Q4K: return multiply_tile_by<GroupInPlace<Q4K>>(rows, tile);
-    case I4: return multiply_tile_by<GroupInPlace<I4>>(rows, tile);
-    case I4K: return multiply_tile_by<GroupInPlace<I4K>>(rows, tile);
-    case F4: return multiply_tile_by<GroupInPlace<F4>>(rows, tile);
-    case Q5: return multiply_tile_by<GroupUnpacked<1, false, 31>>(rows, tile);
+    switch (format) {
+    case Q4: return multiply_tile_by<GroupInPlace<Q4>>;
+    case Q8: return multiply_tile_by<GroupInPlace<Q8>>;
+    case Q4K: return multiply_tile_by<GroupInPlace<Q4K>>;
+    case I4: return multiply_tile_by<GroupInPlace<I4>>;
+    case I4K: return multiply_tile_by<GroupInPlace<I4K>>;
+    case F4: return multiply_tile_by<GroupInPlace<F4>>;
+    case Q5: return multiply_tile_by<GroupUnpacked<1, false, 31>>;
     case Q5M:
-    case Q5K: return multiply_tile_by<GroupUnpacked<1, true, FIVE_BITS>>(rows, tile);
-    case Q2K: return multiply_tile_by<GroupUnpacked<2, true, 3>>(rows, tile);
-    case Q3K:
-    case Q6K: return multiply_tile_by<GroupUnpacked<2, false, 63>>(rows, tile);
+    case Q5K: return multiply_tile_by<GroupUnpacked<1, true, FIVE_BITS>>;
+    case Q2K: return multiply_tile_by<GroupUnpacked<2, true, 3>>;
+    default: return multiply_tile_by<GroupUnpacked<2, false, 63>>; // Q3K and Q6K
     }
 }
 
@@ -340,20 +342,25 @@ inline void multiply_listed(const IntegerTile &tile) {
     }
 }
 
+// Returns how often a reader advances while `rows` rows are multiplied by `groups` groups of a panel.
+INLINE int64_t advances_of(int64_t rows, int64_t groups) { return (rows + INTEGER_ROWS - 1) / INTEGER_ROWS * groups; }
+
 // Adds the products of `rows` rows of x, of `groups` groups each, and a run to the sums [rows, PANEL].
-INLINE void multiply_rows(int64_t rows, const RoundedGroups &x, int64_t groups, const GroupRun &run, float *sums) {
+INLINE void multiply_rows(int64_t rows, const RoundedGroups &x, int64_t groups, const GroupRun &run, float *sums,
+                          ReadAhead &reader) {
     // All tiles together prefetch the same groups of the next panel, each an equal part.
     const int64_t tiles = (rows + INTEGER_ROWS - 1) / INTEGER_ROWS;
     const int64_t bytes = (panel_bytes(run.format, groups) / groups + tiles - 1) / tiles;
     const uint8_t *next = group_at(run.format, run.panel, run.first) + panel_bytes(run.format, groups);
+    MultiplyTile *const multiply = multiply_tile_of(run.format);
     in_tiles(rows, INTEGER_ROWS, [&](int64_t first, int64_t count) {
-        IntegerTile tile{run, x, {}, {}, {next, bytes}};
+        IntegerTile tile{run, x, {}, {}, {next, bytes, &reader}};
         next += bytes * run.groups;
         for (int64_t m = 0; m < count; m++) {
             tile.at[m] = (first + m) * groups + run.first;
             tile.sums[m] = sums + (first + m) * PANEL;
         }
-        multiply_tile(count, tile);
+        multiply(count, tile);
     });
 }
 

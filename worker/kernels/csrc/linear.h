@@ -48,6 +48,7 @@ struct RowScratch {
     std::vector<float> x;     // the rows as float, if they have to be converted
     alignas(64) float sums[BLOCK_ROWS * PANEL];
     Unpacked unpacked;
+    ReadAhead reader;
 };
 
 // Writes the sum of each SIZE numbers of x, which has `count`.
@@ -141,28 +142,30 @@ inline void multiply_panel_in_integers(const Place &at, int64_t inputs, const Ro
     const int64_t format = at.part->format, groups = inputs / GROUP, refined = num_refined(groups);
     const uint8_t *panel = at.part->data + at.panel * panel_bytes(format, groups);
     const RoundedGroups rows = x.whole.groups().from_group(first * groups), remainders = x.remainders.groups();
-    if (is_in_place(format)) multiply_rows(count, rows, groups, {format, 0, groups, panel, nullptr}, s.sums);
+    if (is_in_place(format)) multiply_rows(count, rows, groups, {format, 0, groups, panel, nullptr}, s.sums, s.reader);
     else
         in_runs(at, groups, [&](int64_t g, int64_t some, const uint8_t *header, const uint8_t *packed) {
             unpack_run<Quad>(format, header, packed, some, s.unpacked);
-            multiply_rows(count, rows, groups, {format, g, some, panel, &s.unpacked}, s.sums);
+            multiply_rows(count, rows, groups, {format, g, some, panel, &s.unpacked}, s.sums, s.reader);
         });
     if (count == 1 && is_in_place(format)) { // in one call, with the sums in registers
         const int32_t *listed = x.refined.data() + first * refined;
         return multiply_listed({{format, 0, refined, panel, nullptr, listed}, remainders, {first * refined}, {s.sums}, {}});
     }
+    IntegerTile tile{{format, 0, 1, panel, &s.unpacked}, remainders, {}, {}, {}};
+    MultiplyTile *const multiply = multiply_tile_of(format);
     for (const RefinedOrder::Group &each : s.order.groups) {
         const int64_t g = each.group;
         const int32_t *items = s.order.items.data() + each.first;
+        tile.weights.first = g;
         if (!is_in_place(format))
             unpack_run<Quad>(format, header_at(format, panel, g), group_at(format, panel, g), 1, s.unpacked);
         in_tiles(each.end - each.first, INTEGER_ROWS, [&](int64_t from, int64_t some) {
-            IntegerTile tile{{format, g, 1, panel, &s.unpacked}, remainders, {}, {}, {}};
             for (int64_t m = 0; m < some; m++) {
                 tile.at[m] = items[from + m];
                 tile.sums[m] = s.sums + (items[from + m] / refined - first) * PANEL;
             }
-            multiply_tile(some, tile);
+            multiply(some, tile);
         });
     }
 }

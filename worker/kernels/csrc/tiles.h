@@ -1,6 +1,7 @@
 // The sizes of the tiles in which rows are multiplied by weights, and what all kinds of tiles need.
 #pragma once
 
+#include "read_ahead.h"
 #include "unpack.h"
 
 namespace {
@@ -18,12 +19,14 @@ INLINE void prefetch_after(int64_t format, const uint8_t *group) {
 }
 
 // What a tile prefetches while it multiplies: a piece of the next panel, so that memory is read all the time and
-// not only while the first tile is multiplied.
+// not only while the first tile is multiplied. And a few lines of what a later phase needs, if there is a reader.
 struct Ahead {
     const uint8_t *from;
     int64_t bytes; // for each group
+    ReadAhead *reader;
 
     INLINE void prefetch(int64_t group) const {
+        if (reader) reader->advance();
         for (int64_t line = group * bytes / 64; line < (group + 1) * bytes / 64; line++)
             __builtin_prefetch(from + line * 64, 0, 2);
     }
