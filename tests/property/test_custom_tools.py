@@ -23,9 +23,9 @@ from tests.support.custom_tools import ARITHMETIC, JSON, PATCH, custom_tool
 from tests.support.examples import examples
 from tests.support.tool_grammars import Model, Walk
 
-SEEDS = range(examples(2, 40))
+WALKS = [(tokens, seed) for seed in range(examples(1, 40)) for tokens in (True, False)]
+"""(whether markers are tokens, seed of a random walk)."""
 EVERY = pytest.mark.parametrize("name", TOOLS)
-BOTH = pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "spelt"])
 GRAMMARS: Mapping[str, str] = {"patch": PATCH, "sum": ARITHMETIC, "value": JSON}
 PARSERS = {
     name: lark.Lark(source.replace("/(.*)/", "/(.+)/?"))  # Lark refuses terminals without text
@@ -84,8 +84,7 @@ def admits(name: str, text: str) -> bool:
 
 
 @EVERY
-@BOTH
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("tokens", "seed"), WALKS)
 def test_each_text_is_one_that_the_grammar_admits(name: str, tokens: bool, seed: int) -> None:
     spoken, wanted = model(name, tokens), plan()
     body: Any = tool_grammar(spoken.bound, wanted)
