@@ -231,8 +231,6 @@ def test_half_a_call_at_the_end_of_reasoning_that_was_cut_off_is_not_shown(token
 def test_no_reasoning_makes_reading_slow(part: str) -> None:
     sample = next(sample for sample in SAMPLES if sample.name == "hermes")
     for tokens in (True, False):
-        short, long = (
-            seconds(sample, "<think>" + part * (size // len(part)), tokens=tokens, tries=3)
-            for size in (20_000, 80_000)
-        )
-        assert long < 4 * 2.2 * short
+        short, long = ("<think>" + part * (size // len(part)) for size in (20_000, 80_000))
+        most = 4 * 2.2 * seconds(sample, short, tokens=tokens, tries=3)
+        assert any(seconds(sample, long, tokens=tokens) < most for _ in range(3))
