@@ -94,7 +94,7 @@ class Partner(RequestStorm):
             self.table.now += self.random.choice([0.1, 1.0, 20.0])
             self.bench.tick(self.table.now)
         self.offer()
-        self.bench.engine.check()
+        self.bench.check()
 
     def compute(self) -> None:
         if self.bench.jobs and self.random.random() < 0.2:

@@ -529,6 +529,7 @@ class Bench:
         image_rows: int = 0,
         sees_whole_runs: bool = False,
         checks: bool = True,
+        check_every: int = 1,
         draw_seed: Callable[[], int] = lambda: 0,
         **config: Any,
     ) -> None:
@@ -543,6 +544,7 @@ class Bench:
         image_rows   rows of images that it can keep; 0: it reads no images
         sees_whole_runs   whether the rows of a run see each other
         checks       whether to check the engine's invariants
+        check_every  check them after every n-th operation
         config       further fields of EngineConfig
         """
         self.limits = Limits(
@@ -606,9 +608,13 @@ class Bench:
         self.not_reading: set[bytes] = set()
         self._next = 0
         self._checks = checks
+        self._check_every = check_every
+        self._num_operations = 0
 
     def check(self) -> None:
-        if self._checks:
+        """Check the invariants after an operation, if this operation's turn has come."""
+        self._num_operations += 1
+        if self._checks and self._num_operations % self._check_every == 0:
             self.engine.check()
 
     def add(self, prompt: list[int], *asked: Any, **more: Any) -> int:

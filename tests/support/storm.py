@@ -1,7 +1,8 @@
 """Random clients of one small, crowded engine, and checks of all their answers.
 
-After each operation the engine's invariants are checked. The echo worker checks that attention
-reads exactly each request's own K/V. At the end, `check` compares each answer with its reference:
+After each CHECK_EVERY operations the engine's invariants are checked. The echo worker checks that
+attention reads exactly each request's own K/V. At the end, `check` compares each answer with its
+reference:
 
 - without a grammar: the echo model's tokens;
 - with a grammar: its pattern, and the answer to the same request alone in an empty engine.
@@ -29,6 +30,7 @@ from tests.support.engines import (
     next_token,
     repetitive_token,
 )
+from tests.support.examples import examples
 from tests.support.grammars import text_of
 from tests.support.handover import ClusterMember
 
@@ -36,6 +38,10 @@ SPECULATING, WITH_A_MODEL, WITH_A_HEAD = 100, 200, 300
 """Seeds from SPECULATING on use n-gram drafts, seeds from WITH_A_MODEL on a draft model, and seeds
 from WITH_A_HEAD on the model's own head. The main model then repeats itself, so that drafts are
 often right."""
+CHECK_EVERY = examples(3, 1)
+"""The invariants are checked after every n-th operation, and at the end. To check them takes as
+long as several operations. The operations are random, so a fault that each operation of its kind
+shows is found soon, and one that lasts is found by the next check."""
 GRAMMARS: list[tuple[Body, str, str]] = [
     (ChoiceGrammar(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),
     (Regex(pattern="[ab]{2,12}c"), "[ab]{2,12}c", "[ab]{0,12}"),
@@ -88,6 +94,7 @@ class RequestStorm:
             "guess": guess_with_accuracy(0.7, self.sample),
             "ngram_min": self.random.choice([1, 2]),
             "max_drafts": self.random.choice([1, 4, 8]),
+            "check_every": CHECK_EVERY,
         }
         self.bench = Bench(place=place, **(options | config))
         self.asked: dict[tuple[bytes, int], tuple[list[int], int, int]] = {}
@@ -211,6 +218,7 @@ class RequestStorm:
     def check(self) -> None:
         """Check that all blocks are free, and that each request has one end and a right answer."""
         bench, stats = self.bench, self.bench.engine.stats()
+        bench.engine.check()
         assert bench.engine.is_idle
         assert not bench.engine.open_requests.labels
         assert stats.free_blocks == stats.total_blocks
@@ -244,7 +252,9 @@ class RequestStorm:
         prompt, max_tokens, seed = self.asked[client, number]
         images, body = self.shown[client, number], self.constrained[client, number][0]
         limits = self.bench.limits
-        fresh = Bench(max_len=limits.max_len, sample=self.sample, image_rows=limits.image_rows)
+        fresh = Bench(
+            max_len=limits.max_len, sample=self.sample, image_rows=limits.image_rows, checks=False
+        )
         fresh.attach(*images)
         number = fresh.add(
             prompt, grammar=body, attachments=images, max_tokens=max_tokens, seed=seed
@@ -587,6 +597,7 @@ class EncodeStorm(RequestStorm):
         self.dropped |= {key for key in [*self.asked, *self.encoded] if key[0] == client}
 
     def check(self) -> None:
+        self.bench.engine.check()
         stats = self.bench.engine.stats()
         assert self.bench.engine.is_idle
         assert stats.num_accepted == len(self.asked) + len(self.encoded)
