@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
+import math
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +60,7 @@ MAX_SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 NUM_WARPS, NUM_STAGES = 4, 3
 """Triton's defaults."""
 
-PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.condition)
+PATCHED = (tl, tl.core, tl.math, tl.tensor, tl.block_type, tl.dtype, tl.condition)
 """Modules and classes whose attributes the interpreter replaces. It restores only those that the
 launched kernel uses by itself, and not those that its callees use."""
 OWN = ("worker.kernels.triton", "worker.sampling.triton")
@@ -79,6 +81,80 @@ def numpy_type(kind: tl.dtype) -> Any:
 
 
 vars(interpreter)[NUMPY_TYPE] = numpy_type
+
+# The interpreter computes whether each sum and product of integers overflows, and then ignores the
+# result, because it asserts only in its debug mode. This took a sixth of the time of a kernel.
+assert not interpreter.interpreter_builder.options.debug
+interpreter.interpreter_builder.options = replace(
+    interpreter.interpreter_builder.options, sanitize_overflow=False
+)
+
+
+@cache
+def _constant_shape(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+    """Return a shape and its number of elements as tensors have them."""
+    return tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+
+def init_tensor(self: tl.tensor, handle: object, type: tl.dtype) -> None:
+    """Initialize a tensor as Triton does, but with a shape that all tensors of this shape share."""
+    shape = tuple(type.shape) if type.is_block() else ()
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _constant_shape(shape)
+
+
+init_block_type = tl.block_type.__init__
+_BLOCK_TYPES: dict[tuple[object, ...], dict[str, object]] = {}
+
+
+def init_shared_block_type(
+    self: tl.block_type, element_ty: tl.dtype, shape: Sequence[int | tl.constexpr]
+) -> None:
+    """Initialize a type of blocks with the attributes of the first type with these elements and
+    this shape. To check a shape and to describe the type takes longer than to find it."""
+    space = element_ty.address_space if element_ty.is_ptr() else None
+    sizes = (each.value if isinstance(each, tl.constexpr) else each for each in shape)
+    key = (element_ty.name, space, *sizes)
+    if key not in _BLOCK_TYPES:
+        init_block_type(self, element_ty, shape)
+        _BLOCK_TYPES[key] = vars(self)
+    vars(self).update(_BLOCK_TYPES[key])
+
+
+broadcast = interpreter.interpreter_semantic.broadcast_impl_value
+
+
+def broadcast_unlike(lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Broadcast two values as Triton does, which compares shapes slowly even if they are equal."""
+    if lhs.type.is_block() and rhs.type.is_block():
+        if lhs.type.shape.values == rhs.type.shape.values:
+            return lhs, rhs
+    elif not rhs.type.is_block() and not lhs.type.is_block():
+        return lhs, rhs
+    pair: tuple[tl.tensor, tl.tensor] = broadcast(lhs, rhs)
+    return pair
+
+
+interpreter.interpreter_semantic.broadcast_impl_value = broadcast_unlike
+
+BUILTINS = {
+    place: [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)]
+    for place in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
+}
+"""Module or class -> the functions that each launch replaces. The interpreter searches for them in
+each launch."""
+
+
+patch_attribute = vars(interpreter)["_patch_attr"]
+
+
+def patch_builtins(place: Any, builder: object, scope: Any) -> None:
+    for name in BUILTINS[place]:
+        if tl.core.is_builtin(member := getattr(place, name)):  # it is not replaced already
+            patch_attribute(place, name, member, builder, scope)
+
+
+vars(interpreter)["_patch_builtin"] = patch_builtins
 
 
 @cache
@@ -184,6 +260,8 @@ def _interpretation() -> Iterator[None]:
             interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(
                 *args, **kwargs
             )
+            tl.tensor.__init__ = init_tensor
+            tl.block_type.__init__ = init_shared_block_type
             yield
         finally:
             JITFunction.__call__ = call
