@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
@@ -148,6 +149,15 @@ def test_threads_share_an_llm(llm: LLM) -> None:
         assert texts[seed] == [
             r.text for r in llm.generate(["w5", "w6"] * 5, seed=seed, max_tokens=6)
         ]
+
+
+def test_the_starter_uses_no_cpu_after_the_start(llm: LLM) -> None:
+    """If it went on to ask whether the engine is ready, it would use a sixth of a core."""
+    assert llm.generate("w5", max_tokens=2, ignore_eos=True)
+    (starter,) = (pid for pid, line in descendants_of(os.getpid()) if "-m tools.offline" in line)
+    idle = psutil.Process(starter)
+    # Percent of one second. The first second may still include the end of the start.
+    assert eventually(lambda: idle.cpu_percent(interval=1.0) < 3)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -166,7 +167,8 @@ def _commands(
         exit_code=ExitCode.GATEWAY_LOST,
         exit_codes={ExitCode.USAGE: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL},
     )
-    return [text, engine_command("engine", engine, lock)]
+    # `_EngineWatch` reports no epochs. With its address, the engine would never count as ready.
+    return [text, replace(engine_command("engine", engine, lock), address="")]
 
 
 class _EngineWatch:
