@@ -40,7 +40,6 @@ from protocol.engine.messages import (
     GetStatus,
     GetTimeline,
     Hello,
-    Limits,
     LoadAdapter,
     Output,
     Ping,
@@ -52,10 +51,9 @@ from protocol.engine.messages import (
     ToEngine,
     UnloadAdapter,
 )
-from protocol.engine.model_card import ModelCard
 from protocol.engine.sampling import SamplingParams, params_from
 from protocol.engine.session import RequestReport, Session
-from protocol.engine.stats import EngineStats
+from protocol.sdk.engine_facts import EngineFacts
 from protocol.wire import codec, sockets
 from protocol.wire.cluster_key import read_cluster_key
 from protocol.wire.errors import EngineNotReady, WireError, error_from
@@ -106,7 +104,7 @@ class Generation(OpenGeneration, Iterator[Output]):
         return [token for output in self for token in output.tokens]
 
 
-class BaseClient(ABC, Generic[AnyGeneration]):
+class BaseClient(EngineFacts, ABC, Generic[AnyGeneration]):
     """Base of the blocking and the asyncio client: a session, and a queue of reports for each
     request.
 
@@ -149,26 +147,6 @@ class BaseClient(ABC, Generic[AnyGeneration]):
 
     def _no_answer(self) -> EngineNotReady:
         return EngineNotReady(f"no engine answered at {self._address}")
-
-    @property
-    def model(self) -> ModelCard:
-        assert self._session.model is not None
-        return self._session.model
-
-    @property
-    def limits(self) -> Limits:
-        assert self._session.limits is not None
-        return self._session.limits
-
-    @property
-    def adapters(self) -> list[AdapterInfo]:
-        """The LoRA adapters that requests can use now."""
-        return self._session.adapters
-
-    @property
-    def stats(self) -> EngineStats:
-        """The engine's statistics in its last heartbeat, at most about a second old."""
-        return self._session.stats
 
     def generate(
         self,

@@ -11,7 +11,6 @@ import hashlib
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,11 @@ from protocol.config.worker import WorkerConfig
 from protocol.process.lifeline import attach_if_supervised
 from protocol.process.log_lines import LogStyle
 from protocol.process.process_title import set_title
-from protocol.sdk.client import Client
-from protocol.wire.errors import EngineNotReady
-from protocol.wire.sockets import local_address, run_directory
+from protocol.wire.sockets import run_directory
 from tools.commands.models import add_model, resolve
 from tools.config_file import add_config_option
 from tools.failure import Failure
 from tools.flags import build
-from tools.http.web import ServerReadiness
 from tools.models.catalogue import DEFAULT
 from tools.models.fetch import home
 from tools.models.preflight import check_device, check_models, log_limits
@@ -36,6 +32,7 @@ from tools.option_groups import add_grouped_flags
 from tools.processes import run_lock
 from tools.processes.child_environment import warn_of_left_out
 from tools.processes.children import Child
+from tools.processes.engine_probe import EngineProbe
 from tools.processes.serve_commands import engine_command
 from tools.processes.server_log import ServerLog, keeping
 from tools.processes.start_checks import check_installation, check_key, check_paths
@@ -63,7 +60,6 @@ CONFIGS = (
     ("the engine", EngineConfig),
     ("the worker", WorkerConfig),
 )
-CONNECT_TIMEOUT_S = 1.0
 IN_USE = ("an engine already runs at this address ({})", "--address")
 
 
@@ -109,26 +105,6 @@ def directory_of(address: str) -> Path:
     return run_directory(0).parent / f"engine-{name}"
 
 
-class _EngineProbe:
-    """Checks whether the engine is ready, by connecting to it as a client."""
-
-    def __init__(self, engine: EngineConfig) -> None:
-        self._address = local_address(engine.address)
-        self._key = engine.cluster_key
-
-    def readiness(self) -> ServerReadiness | None:
-        try:
-            with Client(
-                self._address,
-                name="tidegate engine",
-                wait_s=CONNECT_TIMEOUT_S,
-                cluster_key=self._key,
-            ) as engine:
-                return ServerReadiness(is_ready=True, model=engine.model.name)
-        except EngineNotReady:
-            return None
-
-
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     attach_if_supervised(signal.SIGQUIT)  # started by the launcher of a cluster
@@ -170,9 +146,8 @@ def _serve(
 
     run_lock.describe(lock, run_lock.LockFacts(url=engine.address))
     return supervise(
-        # No gateway reports its epoch: the probe connects to the engine itself.
-        [replace(engine_command("engine", engine, lock), address="")],
-        _EngineProbe(engine),
+        [engine_command("engine", engine, lock)],
+        EngineProbe(engine, "tidegate engine"),
         terminal,
         start_timeout_s=solo.start_timeout_s,
         drain_s=solo.drain_s,

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,20 +29,18 @@ from protocol.config.gateway import GatewayConfig, ModelConfig
 from protocol.config.worker import WorkerConfig
 from protocol.process.exit_codes import ExitCode
 from protocol.process.lifeline import attach_to_parent
-from protocol.sdk.client import Client
 from protocol.sdk.offline_messages import OfflineConfig
-from protocol.wire.errors import EngineNotReady
 from protocol.wire.field_errors import field_error
 from tools.commands.models import resolve
 from tools.failure import Failure
 from tools.flags import flags_of
-from tools.http.web import ServerReadiness
 from tools.models.fetch import home
 from tools.models.preflight import ModelCheck, check_device, check_models, without_trial
 from tools.models.trials import PassedTrials
 from tools.other_servers import advice_on_field
 from tools.processes import run_lock
 from tools.processes.children import Child, Command, module_command
+from tools.processes.engine_probe import EngineProbe
 from tools.processes.serve_commands import engine_command
 from tools.processes.start_checks import check_installation, check_paths
 from tools.processes.topology import with_model
@@ -52,7 +49,6 @@ from tools.terminal import Terminal
 
 MODEL_OPTIONS = frozenset(ModelConfig.__struct_fields__) | {"max_n", "max_prompts", "max_body_mib"}
 """Options of the gateway that do not concern HTTP."""
-CONNECT_TIMEOUT_S = 1.0
 STOP_S = 5.0
 C = TypeVar("C", bound=msgspec.Struct)
 
@@ -132,7 +128,7 @@ def run(config: OfflineConfig) -> int:
     with run_lock.holding(directory) as lock:
         code = supervise(
             _commands(config.socket, lock, without_trial(gateway, card), engine),
-            _EngineWatch(engine.address),
+            EngineProbe(engine, "offline"),
             Terminal(),
             start_timeout_s=config.start_timeout_s,
             drain_s=STOP_S,
@@ -167,22 +163,7 @@ def _commands(
         exit_code=ExitCode.GATEWAY_LOST,
         exit_codes={ExitCode.USAGE: ExitCode.USAGE, ExitCode.BAD_MODEL: ExitCode.BAD_MODEL},
     )
-    # `_EngineWatch` reports no epochs. With its address, the engine would never count as ready.
-    return [text, replace(engine_command("engine", engine, lock), address="")]
-
-
-class _EngineWatch:
-    """Checks whether the engine is ready. The text process reports itself to the script."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def readiness(self) -> ServerReadiness | None:
-        try:
-            with Client(self._address, name="offline", wait_s=CONNECT_TIMEOUT_S) as engine:
-                return ServerReadiness(is_ready=True, model=engine.model.name)
-        except EngineNotReady:
-            return None
+    return [text, engine_command("engine", engine, lock)]
 
 
 def main() -> int:
