@@ -63,6 +63,7 @@ torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture.model_types
 	@$(BIN)/python -m tests.torture.same_bits
 	@$(BIN)/python -m tests.torture.arm
+	@$(BIN)/python -m tests.torture.arm_server
 	@$(BIN)/python -m tests.torture.draft_heads
 	@$(BIN)/python -m tests.torture.custom_tools
 	@$(BIN)/python -m tests.torture.agents

@@ -53,7 +53,7 @@ from protocol.engine.messages import (
 )
 from protocol.engine.sampling import SamplingParams, params_from
 from protocol.engine.session import RequestReport, Session
-from protocol.sdk.engine_facts import EngineFacts
+from protocol.sdk.engine_of_client import EngineOfClient
 from protocol.wire import codec, sockets
 from protocol.wire.cluster_key import read_cluster_key
 from protocol.wire.errors import EngineNotReady, WireError, error_from
@@ -104,7 +104,7 @@ class Generation(OpenGeneration, Iterator[Output]):
         return [token for output in self for token in output.tokens]
 
 
-class BaseClient(EngineFacts, ABC, Generic[AnyGeneration]):
+class BaseClient(EngineOfClient, ABC, Generic[AnyGeneration]):
     """Base of the blocking and the asyncio client: a session, and a queue of reports for each
     request.
 

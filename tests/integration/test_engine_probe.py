@@ -7,6 +7,7 @@ from pathlib import Path
 from protocol.config.engine import EngineConfig
 from protocol.config.worker import WorkerConfig
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import eventually
 from tools.http.web import ServerReadiness
 from tools.processes.engine_probe import EngineProbe
 from tools.processes.readiness import ChildReadiness
@@ -14,8 +15,8 @@ from tools.processes.serve_commands import engine_command
 
 
 def test_an_engine_is_ready_once_it_answers_and_again_after_a_restart(tmp_path: Path) -> None:
-    """The supervisor looks for readiness until each process is ready. It must find that an engine
-    is, and not take an answer of its last process for one of the new process."""
+    """The supervisor asks for readiness until each process is ready. An answer of an engine's old
+    process does not count as one of its new process."""
     config = EngineConfig(
         address=f"ipc://{tmp_path}/engine.sock", worker=WorkerConfig(model="scripted", address="")
     )
@@ -25,13 +26,13 @@ def test_an_engine_is_ready_once_it_answers_and_again_after_a_restart(tmp_path: 
     assert probe.readiness() is None
 
     with ScriptedEngine(config.address):
-        before = probe.readiness()
+        before = eventually(probe.readiness)
         assert isinstance(before, ServerReadiness)
         assert children.ready(before) == ["engine"]
         children.on_start("engine")
         assert children.ready(before) == []
 
     with ScriptedEngine(config.address):
-        after = probe.readiness()
+        after = eventually(probe.readiness)
         assert isinstance(after, ServerReadiness)
         assert children.ready(after) == ["engine"]

@@ -152,7 +152,7 @@ def test_threads_share_an_llm(llm: LLM) -> None:
 
 
 def test_the_starter_uses_no_cpu_after_the_start(llm: LLM) -> None:
-    """If it went on to ask whether the engine is ready, it would use a sixth of a core."""
+    """To ask again and again whether the engine is ready would take a sixth of a core."""
     assert llm.generate("w5", max_tokens=2, ignore_eos=True)
     (starter,) = (pid for pid, line in descendants_of(os.getpid()) if "-m tools.offline" in line)
     idle = psutil.Process(starter)

@@ -39,8 +39,8 @@ SPECULATING, WITH_A_MODEL, WITH_A_HEAD = 100, 200, 300
 from WITH_A_HEAD on the model's own head. The main model then repeats itself, so that drafts are
 often right."""
 CHECK_EVERY = examples(3, 1)
-"""The invariants are checked after every n-th operation, and at the end. To check them takes as
-long as several operations. The operations are random, so a fault that each operation of its kind
+"""The invariants are checked after every n-th operation, and at the end. A check takes as long as
+several operations. The operations are random, so a fault that each operation of its kind
 shows is found soon, and one that lasts is found by the next check."""
 GRAMMARS: list[tuple[Body, str, str]] = [
     (ChoiceGrammar(choices=["abc", "abd", "xy"]), "abc|abd|xy", "(a|ab|x)?"),

@@ -117,7 +117,7 @@ def init_shared_block_type(
     key = (element_ty.name, space, *sizes)
     if key not in _BLOCK_TYPES:
         init_block_type(self, element_ty, shape)
-        _BLOCK_TYPES[key] = vars(self)
+        _BLOCK_TYPES[key] = dict(vars(self))
     vars(self).update(_BLOCK_TYPES[key])
 
 

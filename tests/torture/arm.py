@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -46,8 +47,10 @@ TORCH = "2.9.1"
 PACKAGES = (
     *("gguf", "hypothesis", "llguidance", "msgspec", "networkx", "numpy", "psutil", "pytest"),
     *("pytest-timeout", "pyzmq", "safetensors", "sympy", "tokenizers", "transformers"),
+    *("argcomplete", "flask", "gevent", "gunicorn", "prometheus-client", "tqdm"),
 )
-"""Python's packages, in the versions of this environment."""
+"""Python's packages, in the versions of this environment. Those of the last line are for
+arm_server.py."""
 PLATFORMS = [f"manylinux_2_{minor}" for minor in range(17, 37)] + ["manylinux2014"]
 """Those of glibc 2.36, which Debian 12 has."""
 GOLDEN_TEST = "tests/unit/test_kernel_bits.py::test_results_are_the_golden_ones"
@@ -96,6 +99,18 @@ class ArmSystem:
     def packages(self) -> Path:
         return self.root / "packages"
 
+    def launcher(self, processor: str) -> Path:
+        """Return a script that runs Python on an emulated processor. In that Python it is
+        `sys.executable`, so programs that are started with this are emulated as well, and this
+        machine needs no entry of binfmt_misc for ARM. It lies beside Python, because Python looks
+        for its libraries relative to `sys.executable`."""
+        script = self.python.with_name(f"python3-{processor}")
+        emulated = [self.qemu, "-cpu", processor, "-L", str(self.root), "-0", str(script)]
+        command = shlex.join([*emulated, str(self.python)])
+        script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        script.chmod(0o755)
+        return script
+
     def run(self, processor: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run Python on an emulated processor."""
         path = f"PYTHONPATH={self.packages}:{ROOT}"
@@ -108,14 +123,15 @@ class ArmSystem:
     def make(self) -> None:
         """Make the folder, unless it is whole."""
         stamp = self.root / "whole"
-        if stamp.exists():
+        wanted = " ".join([*SYSTEM, f"torch=={TORCH}", *requirements()])
+        if stamp.exists() and stamp.read_text() == wanted:
             return
         print(f"== Making {self.root}: Python, torch and other packages for ARM", flush=True)
         self.root.mkdir(parents=True, exist_ok=True)
         self._unpack_system()
         self._describe_processor()
         self._install_packages()
-        stamp.touch()
+        stamp.write_text(wanted)
 
     def _unpack_system(self) -> None:
         state = self.root / "apt"
@@ -152,14 +168,19 @@ class ArmSystem:
         pip += ["--implementation", "cp", *(f"--platform={name}_{MACHINE}" for name in PLATFORMS)]
         # pip would read the requirements of torch for this machine's own architecture.
         subprocess.run([*pip, "--no-deps", f"torch=={TORCH}"], check=True)
-        named = [f"{name}=={version(name)}" for name in PACKAGES]
-        subprocess.run([*pip, *named, "jinja2", "filelock", "fsspec"], check=True)
+        subprocess.run([*pip, *requirements()], check=True)
 
 
-def compile_set(instructions: InstructionSet, folder: Path) -> None:
+def requirements() -> list[str]:
+    """Return the packages that are installed beside torch."""
+    named = [f"{name}=={version(name)}" for name in PACKAGES]
+    return [*named, "jinja2", "filelock", "fsspec"]
+
+
+def compile_set(instructions: InstructionSet, folder: Path, *options: str) -> None:
     """Compile the library of one set into `folder`."""
     target = folder / f"_{instructions.name}.abi3.so"
-    command = [COMPILER, *OPTIONS, *instructions.options, str(CSRC / "kernels.cpp")]
+    command = [COMPILER, *OPTIONS, *options, *instructions.options, str(CSRC / "kernels.cpp")]
     subprocess.run([*command, "-o", str(target)], check=True)
 
 
@@ -211,29 +232,50 @@ def check_programs(qemu: str) -> None:
         raise MissingProgram(f"{qemu} is older than {least}, which imports torch; see --qemu")
 
 
-def main(arguments: Sequence[str]) -> int:
+def argument_parser(program: str, description: str | None, sets: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that all programs with emulated processors have.
+
+    sets   the default of --sets
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m tests.torture.arm",
-        description=__doc__,
+        prog=f"python -m tests.torture.{program}",
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--sets", default="i8mm,neon,generic", help="instruction sets")
+    parser.add_argument("--sets", type=chosen_sets, default=sets, help="instruction sets")
     parser.add_argument("--root", type=Path, default=Path.home() / ".cache/tidegate-arm")
     parser.add_argument("--qemu", default="qemu-aarch64", help="the emulator, of 8.0 or newer")
-    parser.add_argument("tests", nargs="*", default=[GOLDEN_TEST])
-    options = parser.parse_args(arguments)
-    names = options.sets.split(",")
-    sets = [each for each in sets_of(MACHINE) if each.name in names]
-    if unknown := set(names) - {each.name for each in sets}:
-        parser.error(f"--sets: ARM has no set {', '.join(sorted(unknown))}")
+    return parser
+
+
+def chosen_sets(names: str) -> list[InstructionSet]:
+    """Return the sets of ARM with these names. Raises ArgumentTypeError if there is none."""
+    sets = [each for each in sets_of(MACHINE) if each.name in names.split(",")]
+    if unknown := set(names.split(",")) - {each.name for each in sets}:
+        raise argparse.ArgumentTypeError(f"ARM has no set {', '.join(sorted(unknown))}")
+    return sets
+
+
+def made_system(options: argparse.Namespace) -> ArmSystem | None:
+    """Make what the options name. If a program is missing, print that, and return None."""
     try:
         check_programs(options.qemu)
     except MissingProgram as missing:
         print(f"skipped: {missing}")
-        return 0
+        return None
     system = ArmSystem(options.root.absolute(), options.qemu)
     system.make()
-    return print_table(COLUMNS, outcomes(sets, system, options.tests), 1.0)
+    return system
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argument_parser("arm", __doc__, "i8mm,neon,generic")
+    parser.add_argument("tests", nargs="*", default=[GOLDEN_TEST])
+    options = parser.parse_args(arguments)
+    system = made_system(options)
+    if system is None:
+        return 0
+    return print_table(COLUMNS, outcomes(options.sets, system, options.tests), 1.0)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import pytest
 
 from tests.benchmarks.instruction_costs import loop_of, products
-from tests.torture import arm
+from tests.torture import arm, arm_server
 from worker.kernels.instruction_sets import sets_of
 
 CODE = """tile:
@@ -43,13 +47,24 @@ def test_an_old_emulator_is_told_from_a_new_one() -> None:
     assert arm.qemu_version("sh: not found") < arm.LEAST_QEMU
 
 
-def test_golden_numbers_without_an_emulator_are_skipped_in_words(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("main", [arm.main, arm_server.main])
+def test_without_an_emulator_programs_are_skipped_in_words(
+    main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert arm.main(["--qemu", "no-such-emulator"]) == 0
+    assert main(["--qemu", "no-such-emulator"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("skipped: ")
     assert printed.endswith(" is not installed\n")
+
+
+def test_the_launcher_is_the_name_by_which_python_starts_others(tmp_path: Path) -> None:
+    root = tmp_path / "a root"
+    (root / "usr/bin").mkdir(parents=True)
+    launcher = arm.ArmSystem(root, "echo").launcher("max")
+
+    printed = subprocess.run([launcher, "-c", "a word"], capture_output=True, text=True).stdout
+    python = root / "usr/bin/python3"
+    assert printed == f"-cpu max -L {root} -0 {launcher} {python} -c a word\n"
 
 
 def test_every_set_of_arm_has_a_processor_to_emulate() -> None:

@@ -12,7 +12,8 @@ CONNECT_TIMEOUT_S = 1.0
 
 
 class EngineProbe:
-    """A `ReadinessProbe` of one engine on this machine. `name` is how it calls itself there."""
+    """A `ReadinessProbe` of one engine on this machine. `name` is its name as a
+    client of the engine."""
 
     def __init__(self, engine: EngineConfig, name: str) -> None:
         self._address = local_address(engine.address)

@@ -121,11 +121,11 @@ template <class N> struct Pass {
     std::vector<Routing> routings;
     RoundedRows &rounded; // the input of the next linear, if that reads rounded rows
     std::vector<int64_t> adapted; // the tokens that have an adapter
-    std::vector<std::atomic<int64_t>> runs_taken; // of each layer's keys and values, to read them ahead
+    std::vector<std::atomic<int64_t>> pieces_taken; // of each layer's keys and values, to read them ahead
 
     explicit Pass(const Forward &forward)
         : f(forward), work(forward.rows), rounded(rounded_rows()), adapted(f.adapters.adapted_tokens(f.tokens)),
-          runs_taken((size_t)f.num_layers) {
+          pieces_taken((size_t)f.num_layers) {
         for (int64_t i = 0; i < f.num_layers; i++) {
             const Layer &layer = f.layers[i];
             for (const Packed *each : {&layer.qkv, &layer.output, &layer.mlps[0].gate_up, &layer.mlps[0].down})
@@ -277,13 +277,13 @@ template <class N> struct Pass {
             token_bytes = token_items<decltype(stored)>(f.heads) * (int64_t)sizeof stored;
         });
         return {layer.k_cache, layer.v_cache, token_bytes,
-                rows_of(layer), layer.scoring, &runs_taken[(size_t)(&layer - f.layers)]};
+                rows_of(layer), work,         layer.scoring, pieces_taken[(size_t)(&layer - f.layers)]};
     }
 
     // Lets the linears that this thread computes from now on, until attention, read these keys and values.
     INLINE void read_ahead(const Layer &layer, KeyRuns &runs) {
         // With fewer rows, linears wait for memory as well.
-        constexpr int64_t LEAST_ROWS = 4, MOST_LINES = 8;
+        constexpr int64_t LEAST_ROWS = 4, MOST_RATE = 8 * ReadAhead::WHOLE;
         if (f.rows.num_decodes < LEAST_ROWS) return;
         auto advances = [&](const Packed &weight) {
             return panels_of(weight) * advances_of(f.tokens, weight.inputs / GROUP);
@@ -293,8 +293,9 @@ template <class N> struct Pass {
             const Layer &before = *(&layer - 1);
             if (before.num_experts == 1) all += advances(before.mlps[0].gate_up) + advances(before.mlps[0].down);
         }
+        runs.limit(most_bytes_ahead());
         const int64_t lines = std::min(runs.bytes(), most_bytes_ahead()) / LINE;
-        row_scratch().reader.begin(runs, std::min((lines + all - 1) / all, MOST_LINES));
+        row_scratch().reader.begin(runs, std::min(lines * ReadAhead::WHOLE / all + 1, MOST_RATE));
     }
 
     // Adds the result of a block to x: its last linear, through the norm after the block if there is one. The

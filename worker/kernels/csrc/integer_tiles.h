@@ -309,10 +309,10 @@ template <class G> __attribute__((noinline)) void multiply_listed_by(const Integ
 // Returns whether the integers of a format are read in place.
 constexpr bool is_in_place(int64_t format) { return TRAITS[format].bits == 4 || TRAITS[format].bits == 8; }
 
-// Multiplies a tile of `rows` rows, at most INTEGER_ROWS.
+// A function that multiplies a tile of `rows` rows, at most INTEGER_ROWS.
 typedef void MultiplyTile(int64_t rows, const IntegerTile &tile);
 
-// Returns what multiplies tiles by weights of a format.
+// Returns the function for weights of a format.
 inline MultiplyTile *multiply_tile_of(int64_t format) {
     constexpr int FIVE_BITS = ADDS_IN_SHORTS ? 31 : 15; // without shorts, all sizes are one kind
     switch (format) {
@@ -326,8 +326,10 @@ inline MultiplyTile *multiply_tile_of(int64_t format) {
     case Q5M:
     case Q5K: return multiply_tile_by<GroupUnpacked<1, true, FIVE_BITS>>;
     case Q2K: return multiply_tile_by<GroupUnpacked<2, true, 3>>;
-    default: return multiply_tile_by<GroupUnpacked<2, false, 63>>; // Q3K and Q6K
+    case Q3K:
+    case Q6K: return multiply_tile_by<GroupUnpacked<2, false, 63>>;
     }
+    __builtin_unreachable(); // other formats have no integers
 }
 
 // Multiplies one row by the groups of the run's list, of a format that is read in place.

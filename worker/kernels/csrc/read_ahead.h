@@ -1,23 +1,23 @@
 // Reads memory that a later phase needs, while this phase multiplies.
 //
 // Linears of several rows wait for the processor and leave memory idle. Attention waits for memory, because each row has
-// keys and values of its own. So while the linears before it are computed, each tile reads a few lines of them.
+// keys and values of its own. So while the linears before it are computed, each tile reads a few cache lines of these keys
+// and values.
 //
-// A line is prefetched, and read when LAG further runs were prefetched. Prefetching alone is not enough: a layer's keys and
-// values are more than the second-level cache holds, and a Zen 3 moves only lines that were read from there to the
-// third-level cache. Reading alone would wait for memory.
+// A line is prefetched, and read when LAG further lines were prefetched. Prefetching alone is not enough: a layer's keys and
+// values are more than the second-level cache holds, and a Zen 3 evicts a line from there to the third-level cache only if
+// the line was read. Reading alone would wait for memory.
 #pragma once
 
-#include <unistd.h>
-
 #include <cstdint>
+#include <cstdio>
 
 #include "simd.h"
 
 namespace {
 
-constexpr int64_t LINE = 64; // bytes that are prefetched together
-constexpr int LAG = 8;       // runs
+constexpr int64_t LINE = 64; // bytes of a cache line
+constexpr int64_t LAG = 512; // lines
 
 // Bytes that are adjacent in memory.
 struct MemoryRun {
@@ -34,16 +34,23 @@ protected:
     ~RunSource() = default;
 };
 
-// Reads the runs of a source. Each thread has its own.
-class ReadAhead {
+// What a reader does with a line.
+struct CacheLines {
+    static INLINE void prefetch(const char *line) { __builtin_prefetch(line, 0, 3); }
+    static INLINE void read(const char *line) { (void)*(const volatile char *)line; }
+};
+
+// Reads the runs of a source. Each thread has its own reader.
+template <class Lines> class RunReader {
   public:
-    // From now on, each call of `advance` reads `lines` lines. The source is used until `end`.
-    void begin(RunSource &source, int64_t lines) {
+    static constexpr int64_t WHOLE = 256; // a rate of one line
+
+    // From now on, each call of `advance` reads rate / WHOLE lines. The source is used until `end`.
+    void begin(RunSource &source, int64_t rate) {
         source_ = &source;
-        lines_ = lines;
+        rate_ = rate;
+        owed_ = at_ = count_ = 0;
         run_ = {};
-        at_ = 0;
-        for (MemoryRun &run : before_) run = {};
     }
     void end() { source_ = nullptr; }
 
@@ -53,34 +60,40 @@ class ReadAhead {
 
   private:
     __attribute__((noinline)) void read_some() {
-        for (int64_t i = 0; i < lines_; i++) {
+        for (owed_ += rate_; owed_ >= WHOLE; owed_ -= WHOLE) {
             if (at_ >= run_.bytes) {
-                before_[oldest_++ % LAG] = run_;
                 at_ = 0;
                 if (!source_->next(run_)) return end();
             }
-            __builtin_prefetch(run_.first + at_, 0, 3);
-            const MemoryRun &before = before_[oldest_ % LAG];
-            if (at_ < before.bytes) (void)*(const volatile char *)(before.first + at_);
+            const char *&place = lines_[count_ % LAG];
+            if (count_ >= LAG) Lines::read(place);
+            place = run_.first + at_;
+            Lines::prefetch(place);
+            count_++;
             at_ += LINE;
         }
     }
 
     RunSource *source_ = nullptr;
-    int64_t lines_ = 0, at_ = 0; // at_: bytes of the runs that were prefetched, and read
-    MemoryRun run_, before_[LAG]; // a ring
-    uint64_t oldest_ = 0;
+    MemoryRun run_;
+    int64_t rate_ = 0, owed_ = 0; // in 1 / WHOLE lines
+    int64_t at_ = 0, count_ = 0;  // bytes of the run, and lines of all runs, that were prefetched
+    const char *lines_[LAG];      // those prefetched last, a ring
 };
+typedef RunReader<CacheLines> ReadAhead;
 
-// Returns how many bytes are read ahead at most: what stays in the last cache that all cores share. Half of it is left to
-// others.
+// Returns how many bytes are read ahead at most: half of the third-level cache, or a little if Linux does not tell its size.
 inline int64_t most_bytes_ahead() {
-    constexpr int64_t UNKNOWN = 4 << 20; // processors of ARM do not tell the size
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-    static const int64_t size = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    if (size > 0) return size / 2;
-#endif
-    return UNKNOWN;
+    static const int64_t most = [] {
+        int64_t kib = 8192;
+        long found;
+        if (FILE *file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+            if (std::fscanf(file, "%ldK", &found) == 1 && found > 0) kib = found;
+            std::fclose(file);
+        }
+        return kib * 1024 / 2;
+    }();
+    return most;
 }
 
 } // namespace

@@ -19,7 +19,8 @@ INLINE void prefetch_after(int64_t format, const uint8_t *group) {
 }
 
 // What a tile prefetches while it multiplies: a piece of the next panel, so that memory is read all the time and
-// not only while the first tile is multiplied. And a few lines of what a later phase needs, if there is a reader.
+// not only while the first tile is multiplied. If there is a reader, it also reads a few lines of what a
+// later phase needs.
 struct Ahead {
     const uint8_t *from;
     int64_t bytes; // for each group

@@ -1,4 +1,4 @@
-"""What a client knows of its engine."""
+"""What a connected client knows of its engine: the model, limits and statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocol.engine.session import Session
 from protocol.engine.stats import EngineStats
 
 
-class EngineFacts:
+class EngineOfClient:
     """The properties of a client that has been connected."""
 
     _session: Session
