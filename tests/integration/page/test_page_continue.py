@@ -60,24 +60,27 @@ def test_an_answer_goes_on_after_its_token_limit(
 
 def test_an_answer_goes_on_after_a_stop(visit: Visitor, engine: ScriptedEngine) -> None:
     engine.script = goes_on
-    engine.step_s = 0.05
+    engine.step_s = 0.2
     page = visit().open()
     send(page, "Count.")
     page.locator(".answer .markdown", has_text="One two").wait_for()
+    engine.is_paused = True
     page.keyboard.press("Escape")
     page.get_by_text("Stopped.").wait_for()
     engine.step_s = 0.0005
+    engine.resume()
     assert go_on(page, "seven.") == TEXT
 
 
 def test_an_answer_goes_on_after_its_page_was_closed(
     visit: Visitor, engine: ScriptedEngine
 ) -> None:
-    engine.script = lambda generate: text_reply("One two three", size=1, finish="length")
-    engine.step_s = 0.05
+    engine.script = goes_on
+    engine.step_s = 0.2
     page = visit().open()
     send(page, "Count.")
     page.locator(".answer .markdown", has_text="One").wait_for()
+    engine.is_paused = True
     page.evaluate(
         """async () => {
           const { chats } = await import("/web/session.js");
@@ -87,7 +90,7 @@ def test_an_answer_goes_on_after_its_page_was_closed(
     page.reload()
     page.get_by_text("The page was closed before the answer was complete.").wait_for()
     engine.step_s = 0.0005
-    engine.script = goes_on
+    engine.resume()
     assert go_on(page, "seven.") == TEXT
 
 
