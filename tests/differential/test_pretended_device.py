@@ -78,9 +78,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded(folder: Path) -> Recording:
-    """Return a stream that has every kind of request and event. Its answers are short, because the
-    interpretation of our kernels takes most of the time of a step."""
-    return record_stream(folder, most_tokens=9)
+    """Return a stream that has every kind of request and event."""
+    return record_stream(folder)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +172,7 @@ def test_a_device_gives_the_tokens_of_the_cpu_without_waiting(
             assert_same(result, right)
     faults = {fault for fault in faults if DRY not in fault.line}
     assert {fault for fault in faults if kind == OWN_SAMPLING or DRAFTS not in fault.line} == set()
-    assert (num_graphs > 3) == (kind in CAPTURED)
+    assert (num_graphs > 5) == (kind in CAPTURED)
 
 
 def plant_a_synchronisation(logits: Tensor) -> None:

@@ -17,7 +17,6 @@ from tests.support.recording import (
     KINDS,
     MAX_LEN,
     MAX_SLOTS,
-    MOST_TOKENS,
     NUM_BLOCKS,
     Recording,
     make_requests,
@@ -40,12 +39,9 @@ FLOAT = torch.float32
 NUM_REQUESTS = 36
 
 
-def record_stream(folder: Path, *, most_tokens: int = MOST_TOKENS) -> Recording:
-    """Write a model to `folder`, and return a stream that has every kind of request and event.
-
-    most_tokens   most tokens of an answer
-    """
-    found = record(tiny_model(folder), make_requests(15, NUM_REQUESTS, most_tokens=most_tokens))
+def record_stream(folder: Path) -> Recording:
+    """Write a model to `folder`, and return a stream that has every kind of request and event."""
+    found = record(tiny_model(folder), make_requests(15, NUM_REQUESTS))
     plans = [step.plan for step in found.steps]
     assert len(KINDS) < NUM_REQUESTS
     assert any(plan.row_drafts is not None for plan in plans)

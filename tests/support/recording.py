@@ -39,7 +39,6 @@ MAX_SLOTS = 7
 MAX_LEN = 64
 TOKEN_BUDGET = 24
 NUM_REQUESTS = 200
-MOST_TOKENS = 17
 FETCH_STEPS = 2
 """A fetch ends every FETCH_STEPS steps."""
 FAILURE_STEPS = 16
@@ -169,17 +168,12 @@ def tiny_model(folder: Path, seed: int = 3) -> LoadedModel:
 
 
 def make_requests(
-    seed: int,
-    count: int = NUM_REQUESTS,
-    adapters: Sequence[str] = ("",),
-    *,
-    most_tokens: int = MOST_TOKENS,
+    seed: int, count: int = NUM_REQUESTS, adapters: Sequence[str] = ("",)
 ) -> list[RecordedRequest]:
     """Return requests of all kinds. Each prompt begins like one of three conversations. So the
     prefix cache has a part of many prompts, and all but the last token of some.
 
-    adapters      LoRA adapters of the requests, in turn, four for each; "": none
-    most_tokens   most tokens of an answer
+    adapters   LoRA adapters of the requests, in turn, four for each; "": none
     """
     chance = random.Random(seed)
     talks = [[chance.randrange(1, VOCAB) for _ in range(48)] for _ in range(3)]
@@ -193,7 +187,7 @@ def make_requests(
         requests.append(
             RecordedRequest(
                 prompt=prompt,
-                params=changed(params, max_tokens=chance.randrange(4, most_tokens + 1)),
+                params=changed(params, max_tokens=chance.randrange(4, 18)),
                 grammar=None if body is None else Grammar(body=body),
                 arrives=number // 2,
                 abort_after=chance.randrange(1, 7) if chance.random() < 0.25 else None,
