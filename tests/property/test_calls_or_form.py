@@ -19,6 +19,7 @@ from gateway.formats.registry import TOOLS, Format
 from gateway.formats.response_template import ResponseTemplate
 from protocol.engine.grammar import Grammar, Json, JsonObject, JsonSchema, Rules
 from tests.property.test_tool_grammars import (
+    BOTH,
     EVERY,
     ODD,
     OTHERS,
@@ -37,8 +38,7 @@ from tests.support.tool_grammars import TOOLS as DECLARED
 FORM = Rules(start=Json("form"), schemas={"form": json.dumps(NESTED)})
 SCHEMA = JsonSchema(text=json.dumps(NESTED))
 BY_NAME = {declared.name: declared for declared in DECLARED}
-WALKS = [(True, 0), (False, 1)]
-"""(whether markers are tokens, seed of a random walk)."""
+SEEDS = range(2)
 
 
 def around(spoken: Model, tools: Sequence[DeclaredTool], *, many: bool = True) -> dict[str, Any]:
@@ -60,7 +60,8 @@ def said(events: Sequence[Event]) -> Any:
 
 
 @EVERY
-@pytest.mark.parametrize(("tokens", "seed"), WALKS)
+@BOTH
+@pytest.mark.parametrize("seed", SEEDS)
 def test_an_answer_is_calls_that_fit_or_of_the_form(name: str, tokens: bool, seed: int) -> None:
     spoken = model(name, tokens)
     ids = Walk(spoken, random.Random(seed))(FORM, **around(spoken, DECLARED))
@@ -96,12 +97,11 @@ def spelt_openers(name: str) -> str:
 
 
 @EVERY
-@pytest.mark.parametrize(("tokens", "many"), [(True, True), (False, True), (False, False)])
+@BOTH
+@pytest.mark.parametrize("many", [True, False])
 def test_the_form_is_read_as_content_whatever_it_talks_about(
     name: str, tokens: bool, many: bool
 ) -> None:
-    """How many calls are possible matters more to markers that are spelt out, because only their
-    openers begin the text of the form."""
     spoken = model(name, tokens)
     beside = around(spoken, DECLARED, many=many)
     note = "" if tokens else spelt_openers(name)
