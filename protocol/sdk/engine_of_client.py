@@ -1,4 +1,4 @@
-"""What a connected client knows of its engine: the model, limits and statistics."""
+"""The properties of a client that describe its engine, such as the model and the limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from protocol.engine.stats import EngineStats
 
 
 class EngineOfClient:
-    """The properties of a client that has been connected."""
+    """Base of all clients. The properties can be read once the client is connected."""
 
     _session: Session
 

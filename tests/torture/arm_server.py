@@ -46,6 +46,7 @@ from worker.kernels.library import FOLDER, first_compiled, runnable
 
 SAME_BITS = ("--dtype", "float32", "--activations", "int8", "--kv-dtype", "bfloat16")
 SLACK = 1e-6
+"""By how much a logprob may differ."""
 MOST_S = 3600
 """Seconds in which an emulated server must be ready, and must have answered."""
 COLUMNS = {"set": 10, "processor": 14, "ready s": 8, "answer s": 9, "answer": 0}
@@ -75,10 +76,14 @@ class ArmServerRow:
             for part in ("text", "fingerprint")
             if self.answer[part] != self.expected[part]
         ]
-        pairs = zip(self.answer["logprobs"], self.expected["logprobs"], strict=False)
-        most = max(abs(one - other) for one, other in pairs)
-        if most > SLACK:
-            found.append(f"a logprob differs by {most}")
+        here, there = self.expected["logprobs"], self.answer["logprobs"]
+        if len(here) != len(there):
+            return [*found, f"{len(there)} tokens, here {len(here)}"]
+        found += [
+            f"logprob of token {place}: {other}, here {one}"
+            for place, (one, other) in enumerate(zip(here, there, strict=True))
+            if abs(one - other) > SLACK
+        ]
         return found
 
 

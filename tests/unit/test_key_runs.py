@@ -140,7 +140,7 @@ def test_each_line_that_a_row_sees_is_prefetched_once(
     first = printed[limit, window].index(["other", "thread"])
     of_first = lines_of("prefetch", kind, printed[limit, window][:first])
     assert len(lines) == len(set(lines))
-    # What the first thread has not finished of its piece stays out.
+    # The first thread stops inside a piece, whose other lines are prefetched by nobody.
     assert set(lines) <= set(expected)
     assert lines[len(of_first) :] == [at for at in expected if at in set(lines[len(of_first) :])]
     unread = {piece for piece, place in seen_tokens(window, pieces) if place * TOKEN not in lines}
