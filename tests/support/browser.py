@@ -29,7 +29,9 @@ window.violations = [];
 document.addEventListener("securitypolicyviolation", (event) =>
   window.violations.push(`${event.violatedDirective} ${event.blockedURI}`));
 """
-
+_NEXT_FRAME = """
+() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))
+"""
 _STORED = """async ([title, text]) => {
   const done = (request) =>
     new Promise((resolve) => (request.onsuccess = () => resolve(request.result)));
@@ -182,6 +184,13 @@ def await_answer(page: Page, text: str) -> None:
     answer = page.locator(".message.answer").last
     answer.get_by_text(text).first.wait_for()
     page.locator(".message.answer[aria-busy=false]").last.wait_for()
+
+
+def texts_of(page: Page, selector: str) -> list[str]:
+    """Return the texts of the elements that a selector matches, as the page shows them in the next
+    frame. Before, the browser has not laid out what an action has drawn, and an answer is empty."""
+    page.evaluate(_NEXT_FRAME)
+    return page.locator(selector).all_inner_texts()
 
 
 def await_stored(page: Page, title: str, text: str) -> None:

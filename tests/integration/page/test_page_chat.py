@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.page.conftest import Visitor
-from tests.support.browser import await_answer, await_stored, send
+from tests.support.browser import await_answer, await_stored, send, texts_of
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scenarios import call, tool
 from tests.support.scripted_engine import ScriptedEngine, prompt_of, text_reply, thinking_card
@@ -226,7 +226,7 @@ def test_the_probability_of_a_token_is_shown(visit: Visitor) -> None:
     page.keyboard.press("ArrowRight")
     assert card.locator(".chosen code").inner_text() == "e"
     page.get_by_role("button", name="Show as text").click()
-    assert page.locator(".answer .markdown").inner_text() == "Hello, world!"
+    assert texts_of(page, ".answer .markdown") == ["Hello, world!"]
 
 
 def test_a_request_can_be_copied_as_curl_and_as_python(
@@ -278,7 +278,7 @@ def test_a_failure_inside_a_stream_is_shown(visit: Visitor, engine: ScriptedEngi
     page = visit().open()
     send(page, "hi")
     page.locator(".answer [role=alert]").wait_for()
-    assert page.locator(".answer .markdown").inner_text() == "Half"
+    assert texts_of(page, ".answer .markdown") == ["Half"]
 
 
 def test_an_answer_goes_on_while_another_tab_is_open(
@@ -295,7 +295,7 @@ def test_an_answer_goes_on_while_another_tab_is_open(
     engine.await_idle()
     page.go_back()
     await_answer(page, "end")
-    assert page.locator(".answer .markdown").inner_text() == WORDS
+    assert texts_of(page, ".answer .markdown") == [WORDS]
     assert not engine.aborts
 
 

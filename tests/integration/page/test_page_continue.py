@@ -9,7 +9,7 @@ import pytest
 from protocol.wire.errors import ErrorInfo
 from tests.integration.page.conftest import Visitor
 from tests.integration.page.test_page_chat import replies
-from tests.support.browser import await_answer, await_stored, send
+from tests.support.browser import await_answer, await_stored, send, texts_of
 from tests.support.gateway_process import GatewayProcess
 from tests.support.scripted_engine import ScriptedEngine, prompt_of, text_reply, thinking_card
 
@@ -36,7 +36,7 @@ def go_on(page: Page, end: str) -> str:
     """Continue the last answer until a text arrives, and return the whole answer."""
     page.get_by_role("button", name="Continue").click()
     await_answer(page, end)
-    return page.locator(".answer .markdown").last.inner_text()
+    return texts_of(page, ".answer .markdown")[-1]
 
 
 @pytest.mark.parametrize("length", [6, 7, 8, 9], ids=["word", "word end", "blank", "next word"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.page.conftest import Visitor
 from tests.integration.page.test_page_chat import replies
-from tests.support.browser import await_answer, await_stored, send
+from tests.support.browser import await_answer, await_stored, send, texts_of
 from tests.support.scripted_engine import ScriptedEngine
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def test_an_import_replaces_an_older_copy_even_while_it_is_shown(visit: Visitor)
     newer = conversation("a", "One?", "Second.", "Two?", "Third.", used=2)
     words = "No conversations were added, 1 was replaced by a newer copy."
     assert import_text(page, export(newer)) == words
-    assert page.locator(".bubble, .answer .markdown").all_inner_texts() == [
+    assert texts_of(page, ".bubble, .answer .markdown") == [
         "One?",
         "Second.",
         "Two?",

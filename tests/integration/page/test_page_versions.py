@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.integration.page.conftest import Visitor
 from tests.integration.page.test_page_chat import WORDS, replies
-from tests.support.browser import await_answer, await_stored, send
+from tests.support.browser import await_answer, await_stored, send, texts_of
 from tests.support.scripted_engine import ScriptedEngine, prompt_of
 from tests.support.waiting import eventually
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def texts(page: Page) -> list[str]:
     """Return the messages that the page shows."""
-    return page.locator(".bubble, .answer .markdown").all_inner_texts()
+    return texts_of(page, ".bubble, .answer .markdown")
 
 
 def places(page: Page) -> list[str]:
