@@ -62,6 +62,7 @@ torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture.mutated_kernels
 	@$(BIN)/python -m tests.torture.model_types
 	@$(BIN)/python -m tests.torture.same_bits
+	@$(BIN)/python -m tests.torture.evex
 	@$(BIN)/python -m tests.torture.arm
 	@$(BIN)/python -m tests.torture.arm_server
 	@$(BIN)/python -m tests.torture.draft_heads
