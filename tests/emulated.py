@@ -28,6 +28,7 @@ OPTIONS = (
 )
 WARNINGS = ("-Wno-psabi",)  # vectors of 64 bytes are passed in memory
 MACROS = ("F", "BW", "DQ", "VL")
+GOLDEN_TEST = "tests/unit/test_kernel_bits.py::test_results_are_the_golden_ones"
 TESTS = (
     "tests/unit/test_attention.py",
     "tests/unit/test_decode.py",

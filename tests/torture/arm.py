@@ -30,7 +30,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulated import CSRC, OPTIONS, ROOT
+from tests.emulated import CSRC, GOLDEN_TEST, OPTIONS, ROOT
 from tests.torture.table import print_table
 from worker.kernels.instruction_sets import InstructionSet, sets_of
 
@@ -53,7 +53,6 @@ PACKAGES = (
 arm_server.py."""
 PLATFORMS = [f"manylinux_2_{minor}" for minor in range(17, 37)] + ["manylinux2014"]
 """Those of glibc 2.36, which Debian 12 has."""
-GOLDEN_TEST = "tests/unit/test_kernel_bits.py::test_results_are_the_golden_ones"
 COLUMNS = {"set": 10, "processor": 14, "seconds": 8, "last line": 0}
 GUEST = "import sys; from tests.torture.arm import in_guest; sys.exit(in_guest(sys.argv[1:]))"
 

@@ -104,6 +104,7 @@ def test_a_reader_finds_a_word_and_follows_a_link_to_the_page(
     page.keyboard.press("Enter")
     results = page.locator("ul.search li a")
     results.nth(2).wait_for()  # the page adds one after the other
+    assert results.count() > 2
     results.first.click()
     page.wait_for_url("**/docs/*/*.html*")
     page.get_by_role("link", name="Reference", exact=True).click()
