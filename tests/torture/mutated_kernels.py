@@ -150,9 +150,16 @@ MUTATIONS = (
         "integer_tiles.h",
         (
             (
-                "for (int64_t g = 0; g < run.groups; g++) {",
-                "for (int64_t i = 0; i < run.groups; i++) {\n"
-                "            const int64_t g = ROWS > 1 ? run.groups - 1 - i : i;",
+                "const Scales scales(group, o);",
+                "const Scales scales(group, o);\n            const int64_t first = g;",
+            ),
+            (
+                "multiply_group<ROWS>(x, at, offset, group, scales, sums);",
+                "const int64_t other = ROWS > 1 ? first + end - 1 - g : g;\n"
+                "                int64_t places[ROWS];\n"
+                "                for (int m = 0; m < ROWS; m++) places[m] = at[m] + other - g;\n"
+                "                multiply_group<ROWS>(x, places, offset,\n"
+                "                    ROWS > 1 ? G(run, other) : group, scales, sums);",
             ),
         ),
     ),

@@ -28,7 +28,8 @@ INLINE void add_by_words(const uint8_t *const (&x)[ROWS], QuadOf &&quad, Ints (&
                 for (int m = 0; m < ROWS; m++)
                     total[m][j] = (Ints)vdotq_laneq_s32((int32x4_t)total[m][j], across, words[m], lane.value);
             }
-            if (VECTORS == 4 && lane % 2) forget_memory(); // otherwise the compiler loads more than the registers hold
+            // Otherwise the compiler loads more than the registers hold.
+            if (VECTORS == 4 ? lane % 2 == 1 : ROWS > 1) forget_memory();
         });
     });
 }

@@ -73,8 +73,13 @@ template <int64_t FORMAT> struct GroupInPlace {
 
     INLINE GroupInPlace(const GroupRun &run, int64_t g)
         : header(header_at(FORMAT, run.panel, run.first + g)), group(group_at(FORMAT, run.panel, run.first + g)) {}
-    // Continues with the next group of the same span.
+    // Continues with the next group. It must be before `end_of_stretch`.
     INLINE void next() { group += group_bytes(FORMAT); }
+    // Returns the end of the groups from group g on that follow one another in memory.
+    static INLINE int64_t end_of_stretch(const GroupRun &run, int64_t g) {
+        const int64_t left = header_bytes(FORMAT) ? SPAN - (run.first + g) % SPAN : run.groups;
+        return left < run.groups - g ? g + left : run.groups;
+    }
 
     // Returns word `w` of a block for outputs o, ...: its signed bytes, or those of one plane with the offset added: the
     // lower nibbles in plane 0, the higher in plane 1.
@@ -107,9 +112,11 @@ template <int NUM_BLOCKS, bool HAS_MINIMA, int GREATEST> struct GroupUnpacked {
     static constexpr bool IN_SPANS = false;
     static constexpr int MOST_VECTORS = PANEL / LANES;
     const Unpacked &unpacked;
-    const int64_t g;
+    int64_t g;
 
     INLINE GroupUnpacked(const GroupRun &run, int64_t g) : unpacked(*run.unpacked), g(g) {}
+    INLINE void next() { g++; }
+    static INLINE int64_t end_of_stretch(const GroupRun &run, int64_t) { return run.groups; }
 
     INLINE Words quad(int b, int plane, int w, int o) const {
         const int64_t word = (g * Block::PLANES + plane) * (GROUP / 4) + b * Block::WORDS + w;
@@ -176,6 +183,7 @@ INLINE void multiply_quads(const G &group, int b, int o, const uint8_t *const (&
 template <class G, int VECTORS> struct ScalesOfGroup {
     const int o;
 
+    INLINE ScalesOfGroup(const G &, int o) : o(o) {}
     // Writes the scales of vectors first, ... and block `b` of a group to `to`.
     template <int SLICE> INLINE void read(const G &group, int b, int first, Scaling (&to)[SLICE]) const {
         for (int j = 0; j < SLICE; j++) to[j] = group.scaling(b, o + (first + j) * LANES);
@@ -191,8 +199,8 @@ template <class G, int VECTORS> struct ScalesOfSpan {
     alignas(64) float units[VECTORS][2][LANES], steps[VECTORS][2][LANES]; // u, and -u * 2^23
     const int o;
 
-    INLINE ScalesOfSpan(const uint8_t *header, int o) : o(o) {
-        const uint16_t *halves = (const uint16_t *)header + o;
+    INLINE ScalesOfSpan(const G &group, int o) : o(o) {
+        const uint16_t *halves = (const uint16_t *)group.header + o;
         for (int j = 0; j < VECTORS; j++) {
             put(halves + j * LANES, units[j]);
             put(halves + PANEL + j * LANES, steps[j]);
@@ -229,16 +237,14 @@ private:
 // Multiplies the groups of x that belong to the run's group g by that group, and adds the products to the sums of
 // VECTORS vectors of outputs.
 template <int ROWS, int VECTORS, class G, class S>
-INLINE void multiply_group(const IntegerTile &tile, int64_t g, const G &group, const S &scales,
+INLINE void multiply_group(const RoundedGroups &x, const int64_t (&at)[ROWS], int offset, const G &group, const S &scales,
                            Floats (&sums)[ROWS][VECTORS]) {
-    // The sums of many rows leave no register for the number that they would start at.
-    typedef std::conditional_t<SIGNED_QUADS && ROWS == 1, FromPower, FromZero> Sums;
+    // smmla's pairs of sums start at zero.
+    typedef std::conditional_t<SIGNED_QUADS && !(HAS_PAIR_PRODUCTS && ROWS > 1), FromPower, FromZero> Sums;
     static_assert(GROUP * 128 * 127 < 1 << 22, "FromPower converts the sum of a group");
     constexpr int BLOCKS = G::BLOCKS, SLICE = VECTORS < G::MOST_VECTORS ? VECTORS : G::MOST_VECTORS;
-    const RoundedGroups x = tile.x;
-    const int offset = G::offset(tile.weights);
     const uint8_t *bytes[ROWS];
-    for (int m = 0; m < ROWS; m++) bytes[m] = x.bytes + (tile.at[m] + g) * GROUP;
+    for (int m = 0; m < ROWS; m++) bytes[m] = x.bytes + at[m] * GROUP;
     for (int b = 0; b < BLOCKS; b++)
 #pragma GCC unroll 2
         for (int first = 0; first < VECTORS; first += SLICE) {
@@ -250,12 +256,12 @@ INLINE void multiply_group(const IntegerTile &tile, int64_t g, const G &group, c
             scales.template read<SLICE>(group, b, first, scaling);
             for (int j = 0; j < SLICE; j++)
                 for (int m = 0; m < ROWS; m++) {
-                    const int64_t block = (tile.at[m] + g) * BLOCKS + b;
+                    const int64_t block = at[m] * BLOCKS + b;
                     // Formats with minima have no negative integers, and so no offset.
                     const Ints whole = G::MINIMA || G::SIGNED
                                            ? total[m][j]
                                            : total[m][j] - offset * x.totals[BLOCKS - 1][block];
-                    const Floats scale = scaling[j].scale * x.scales[tile.at[m] + g];
+                    const Floats scale = scaling[j].scale * x.scales[at[m]];
                     Floats &sum = sums[m][first + j];
                     sum = fused(scale, Sums::floats(whole), sum);
                     if (G::MINIMA) sum = fused(scaling[j].minimum, splat(x.sums[BLOCKS - 1][block]), sum);
@@ -266,27 +272,28 @@ INLINE void multiply_group(const IntegerTile &tile, int64_t g, const G &group, c
 // Multiplies a tile of ROWS rows by groups that G reads. LISTED: by those of the run's list.
 template <int ROWS, class G, bool LISTED = false> INLINE void multiply_groups(const IntegerTile &tile) {
     constexpr int VECTORS = vectors_of(ROWS);
+    typedef std::conditional_t<G::IN_SPANS && !LISTED, ScalesOfSpan<G, VECTORS>, ScalesOfGroup<G, VECTORS>> Scales;
     const GroupRun &run = tile.weights;
+    const RoundedGroups x = tile.x;
+    const int offset = G::offset(run);
     for (int o = 0; o < PANEL; o += VECTORS * LANES) {
+        int64_t at[ROWS];
         Floats sums[ROWS][VECTORS];
+        for (int m = 0; m < ROWS; m++) at[m] = tile.at[m];
         for (int m = 0; m < ROWS; m++)
             for (int j = 0; j < VECTORS; j++) sums[m][j] = load(tile.sums[m] + o + j * LANES);
-        if constexpr (G::IN_SPANS && !LISTED)
-            for (int64_t g = 0; g < run.groups;) {
-                const int64_t left = SPAN - (run.first + g) % SPAN, end = left < run.groups - g ? g + left : run.groups;
-                G group(run, g);
-                const ScalesOfSpan<G, VECTORS> scales(group.header, o);
-                for (; g < end; g++, group.next()) {
-                    if (o == 0) tile.ahead.prefetch(g);
-                    multiply_group<ROWS>(tile, g, group, scales, sums);
+        for (int64_t g = 0; g < run.groups;) {
+            G group(run, LISTED ? run.listed[g] : g);
+            const Scales scales(group, o);
+            for (const int64_t end = LISTED ? g + 1 : G::end_of_stretch(run, g); g < end; g++, group.next()) {
+                if (o == 0) {
+                    if constexpr (ROWS > 2) tile.ahead.read(); // with fewer, only some processors have registers for a call
+                    tile.ahead.prefetch(g);
                 }
+                multiply_group<ROWS>(x, at, offset, group, scales, sums);
+                for (int m = 0; m < ROWS; m++) at[m]++;
             }
-        else
-            for (int64_t g = 0; g < run.groups; g++) {
-                const G group(run, LISTED ? run.listed[g] : g);
-                if (o == 0) tile.ahead.prefetch(g);
-                multiply_group<ROWS>(tile, g, group, ScalesOfGroup<G, VECTORS>{o}, sums);
-            }
+        }
         for (int m = 0; m < ROWS; m++)
             for (int j = 0; j < VECTORS; j++) store(tile.sums[m] + o + j * LANES, sums[m][j]);
     }

@@ -48,6 +48,13 @@ constexpr bool SIGNED_QUADS = true;
 constexpr bool SIGNED_QUADS = false;
 #endif
 
+// Whether an instruction multiplies pairs of rows (arm_quads.h).
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool HAS_PAIR_PRODUCTS = true;
+#else
+constexpr bool HAS_PAIR_PRODUCTS = false;
+#endif
+
 // The integers that sums of products of quads start at, and the conversion of such sums.
 struct FromZero {
     static INLINE Ints start() { return Ints{}; }
@@ -57,7 +64,17 @@ struct FromZero {
 // The same from the bits of 1.5 * 2^23. As a float, a sum is this number plus the integers, exactly, if their magnitude is
 // less than 2^22. So one subtraction converts them. More units of most processors subtract than convert.
 struct FromPower {
-    static INLINE Ints start() { return (Ints)splat(0x1.8p23f); }
+    // Loaded for each sum on ARM: its vector units are busy, and the units that load are not.
+    static INLINE Ints start() {
+#if defined(__aarch64__)
+        static constexpr float POWER[LANES] = {0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f};
+        Ints power;
+        asm volatile("ldr %q0, %1" : "=w"(power) : "m"(POWER));
+        return power;
+#else
+        return (Ints)splat(0x1.8p23f);
+#endif
+    }
     static INLINE Floats floats(Ints sums) { return (Floats)sums - 0x1.8p23f; }
 };
 

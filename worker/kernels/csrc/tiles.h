@@ -26,8 +26,10 @@ struct Ahead {
     int64_t bytes; // for each group
     ReadAhead *reader;
 
-    INLINE void prefetch(int64_t group) const {
+    INLINE void read() const {
         if (reader) reader->advance();
+    }
+    INLINE void prefetch(int64_t group) const {
         for (int64_t line = group * bytes / 64; line < (group + 1) * bytes / 64; line++)
             __builtin_prefetch(from + line * 64, 0, 2);
     }
